@@ -26,6 +26,7 @@ from lockstep.train.start import run_recipe
 from lockstep.types import Example
 from lockstep.vision.images import png_bytes
 from runs import close, facts, stored
+from vision_families import CONFIGS, write_family
 
 RECIPE = """
 method: grpo
@@ -113,6 +114,16 @@ def test_methods_train_on_images(place: Path, method: str) -> None:
         shown = [line for line in lines if line.get("images")]
         assert shown
         assert all((folder / "images" / image["file"]).is_file() for line in shown for image in line["images"])
+
+
+@pytest.mark.parametrize("family", [pytest.param(one, marks=[] if one == "gemma3" else SLOW) for one in CONFIGS])
+def test_families_train_on_images(place: Path, family: str) -> None:
+    """Groups share the prefill of their prompt, and the engine has the log-probs of the trainer."""
+    write_family(family, place / family)
+    words = (f"model.path={place / family}", "val.questions=null", "val.at_start=false")
+    steps = [metrics for step, metrics in facts(trained(place, family, *words)) if step]
+    assert len(steps) == 2
+    assert max(metrics["training/rollout_logprob_diff_mean"] for metrics in steps) < 1e-5
 
 
 @SLOW

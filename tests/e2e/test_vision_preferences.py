@@ -11,14 +11,20 @@ import torch
 
 import job_ranks
 from commands import torchrun
+from image_rows import CPU, example, picture, plain_inputs, settings
 from kills import killed, lines
+from lockstep.data.batching import micro_batch
 from lockstep.data.prepare.squares import draw_squares
+from lockstep.model.load import load_value_model
 from lockstep.model.towers import feature_cache
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.recipe import load_recipe
 from lockstep.train.start import run_recipe
+from lockstep.types import ScoredExample
 from lockstep.vision.images import png_bytes
+from refusals import refuses
 from runs import close, facts, stored
+from vision_families import write_family
 
 RECIPE = """
 method: dpo
@@ -124,3 +130,30 @@ def test_precomputed_reference_log_probs_see_the_images(place: Path) -> None:
     direct, table = trained(place, "direct"), trained(place, "table", "preference.precompute=true")
     losses = [[metrics["train/loss"] for _, metrics in facts(run)] for run in (direct, table)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def test_a_reward_model_scores_images_as_its_export_in_transformers(place: Path, tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = write_family(family, tmp_path / "model")
+    words = ["method=rm", f"model.path={model}", "model.vision=train", "run.steps=2", f"run.folder={tmp_path}"]
+    trained(place, "rm", *words)
+    out = tmp_path / "rm" / "export"
+    plain = AutoModelForSequenceClassification.from_pretrained(out, trust_remote_code=False).eval()
+    rows = [example(model, "see # red", [picture(seed, 32, 32)], trained=1) for seed in (3, 4)]
+    scored = [ScoredExample(one.ids, one.loss_mask, one.origin, (len(one) - 1,), images=one.images) for one in rows]
+    value = load_value_model(settings(model), str(model), CPU, "sdpa", 0, key="model.path").eval()
+    weights = stored(tmp_path / "rm", 2)
+    value.load_state_dict({**value.state_dict(), **weights})
+    with torch.no_grad():
+        ours = value(micro_batch(scored, packed=True, pad_id=0))
+        wanted = [float(plain(**plain_inputs(plain, one)).logits) for one in rows]
+    assert ours.tolist() == pytest.approx(wanted, abs=2e-5)
+    assert abs(wanted[0] - wanted[1]) > 1e-4  # the rows differ only in their images
+    assert (out / "preprocessor_config.json").is_file()
+
+
+def test_a_reward_model_without_a_class_in_transformers_is_refused(place: Path) -> None:
+    with refuses("model.path", "unsupported-model", "qwen2_5_vl", remedy="model.vision"):
+        trained(place, "refused", "method=rm")

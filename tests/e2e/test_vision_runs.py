@@ -32,6 +32,7 @@ from lockstep.train.start import run_recipe
 from lockstep.types import Example, Request, Sampling
 from lockstep.vision.images import png_bytes
 from runs import close, facts, stored
+from vision_families import CONFIGS, rows_of, write_family
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,41 @@ def test_an_export_loads_in_transformers_with_equal_logits(place: Path, vision: 
     torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=0)
     assert (before - wanted).abs().max() > 1e-3
     assert AutoImageProcessor.from_pretrained(out, backend="pil", trust_remote_code=False).patch_size == 14
+
+
+@pytest.mark.parametrize(
+    ("family", "vision"),
+    [
+        pytest.param(family, vision, marks=[] if (family, vision) == ("gemma3", "train") else pytest.mark.slow)
+        for family in CONFIGS
+        for vision in ("train", "freeze")
+    ],
+)
+def test_exports_of_families_load_in_transformers(place: Path, family: str, vision: str) -> None:
+    from transformers import AutoImageProcessor
+
+    model = place / family
+    if not model.exists():
+        write_family(family, model)
+    name = f"{family}-{vision}"
+    words = (f"model.path={model}", f"model.vision={vision}", "run.steps=2", "data.require_end=false")
+    out = trained(place, name, *words) / "export"
+    row = rows_of(out)[1]
+    start, loaded = plain_model(model), plain_model(out)
+    changed = {
+        a for (a, old), new in zip(start.named_parameters(), loaded.parameters(), strict=True) if (old != new).any()
+    }
+    assert any("layers.1.self_attn" in one and "vision" not in one for one in changed)
+    assert any("vis" in one for one in changed) == (vision == "train")
+    with torch.no_grad():
+        wanted = plain_logprobs(loaded, row)
+        ours = load_policy(settings(out), CPU, "sdpa", 0).eval()(micro_batch([row], packed=True, pad_id=0)).logprobs_K
+    torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=0)
+    kinds = [
+        type(AutoImageProcessor.from_pretrained(one, backend="pil", trust_remote_code=False)) for one in (model, out)
+    ]
+    assert kinds[0] is kinds[1]
+    assert (out / "preprocessor_config.json").read_text() == (model / "preprocessor_config.json").read_text()
 
 
 def accuracy(model: Path, rows: list[Example], shift: int = 0, vision: str | None = "freeze") -> float:

@@ -21,7 +21,7 @@ from lockstep.vision.processors import ImageTokens, image_processor
 
 CPU = torch.device("cpu")
 # Outputs of image processors that are inputs of models.
-INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
 LOGPROB, GRADIENT = 2e-5, 2e-5
 
 

@@ -72,11 +72,37 @@ TOWER: dict[str, Any] = {
 CLIP = {**TOWER, "model_type": "clip_vision_model"}
 LLAMA = {**TINY, "model_type": "llama"}
 CONFIGS |= {
-    # The window of the first layer is shorter than an image.
+    # The window is shorter than an image. The masks of all layers but the last change the log-probs.
     "gemma3": {
-        "text_config": {**TINY, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        "text_config": {
+            **TINY,
+            "num_hidden_layers": 3,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
         "vision_config": {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
         "mm_tokens_per_image": 16,
+    },
+    # The image tokens see each other only in the first layer.
+    "gemma4": {
+        "text_config": {
+            **TINY,
+            "num_hidden_layers": 3,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 270,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {
+            **TOWER,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+        },
+        "audio_config": None,
     },
     "llava": {"text_config": LLAMA, "vision_config": CLIP},
     "llava_next": {
@@ -106,6 +132,12 @@ SPECIAL: dict[str, dict[str, str]] = {
         "image_token_index": "<image_soft_token>",
         "boi_token_index": "<start_of_image>",
         "eoi_token_index": "<end_of_image>",
+        "end": "<end_of_turn>",
+    },
+    "gemma4": {
+        "image_token_id": "<image_soft_token>",
+        "boi_token_id": "<start_of_image>",
+        "eoi_token_id": "<end_of_image>",
         "end": "<end_of_turn>",
     },
     "llava": {"image_token_index": "<image>"},
@@ -147,6 +179,7 @@ INTERN = (
 TEMPLATES = {
     **dict.fromkeys(QWENS, CHAT_TEMPLATE),
     "gemma3": GEMMA,
+    "gemma4": GEMMA.replace("<start_of_image>", "<image_soft_token>"),
     "llava": LLAVA,
     "llava_next": LLAVA,
     "idefics3": SMOL,
@@ -170,6 +203,8 @@ def image_processor_of(family: str) -> Any:
         return kind(patch_size=PATCH, merge_size=2, size={"shortest_edge": unit, "longest_edge": 64 * unit})
     if family in ("idefics3", "smolvlm"):
         return kind(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
+    if family == "gemma4":
+        return kind(patch_size=4, max_soft_tokens=70)
     if family == "gemma3":
         return kind(size=square)
     if family == "internvl":

@@ -13,6 +13,8 @@ import transformers
 from sweep_families import LATER, NAMES, RELEASED, SINCE
 from sweep_judge import Outcome
 
+from lockstep.vision.families import FAMILIES
+
 # The outcome of every case, from which the page is printed without a new sweep.
 STORED = Path(__file__).parent / "outcomes.json"
 
@@ -32,6 +34,7 @@ engine ({generated_share} %). For each of them the numbers equal those of transf
 - training: log-probs and the gradient of every parameter, packed and padded, equal those of transformers for each
   sequence alone.
 - engine: greedy tokens of the built-in engine equal those of transformers.
+- images: the model trains on and generates from [images](vision.md).
 - tensor: two processes with tensor parallelism give the log-probs and gradients of one.
 - context: the values of `parallel.context_layout` with which two ranks give the log-probs and gradients of one.
 - LoRA: adapters on all linear layers (or on all but the named ones) train like each sequence alone.
@@ -53,12 +56,13 @@ with other weights and lengths: {cases} cases, {supported} supported, {training}
 {unbuilt} that lockstep cannot build small, {unbuildable} that transformers cannot build. The sweep fails if an accepted
 model is wrong.
 
-Models with images, video or audio (nested configs: `text_config`, `vision_config`) train on text; Qwen2-VL and
-Qwen2.5-VL also train on [images](vision.md). For text, lockstep builds the class that `architectures` names without its
-towers (encoders and projectors), so these need no memory. LoRA adapts only the language model. The export copies the
-tensors of the towers byte by byte, and the processor files, so that `AutoModelForImageTextToText` loads it. Text rows
-with placeholders of images or audio are rejected. A reward model is exported without towers, as the classifier of the
-text config; if transformers has no such class, `rm` is rejected.
+Models with images, video or audio (nested configs: `text_config`, `vision_config`) train on text. These also train
+on [images](vision.md): {pictured}.
+For text, lockstep builds the class that `architectures` names without its towers (encoders and projectors), so these
+need no memory. LoRA adapts only the language model. The export copies the tensors of the towers byte by byte, and the
+processor files, so that `AutoModelForImageTextToText` loads it. Text rows with placeholders of images or audio are
+rejected. A reward model is exported without towers, as the classifier of the text config; if transformers has no such
+class, `rm` is rejected.
 
 Hybrid models (gated delta rule, Mamba, lightning attention, short convolutions): in a packed row every sequence starts
 with an empty state, and the built-in engine keeps one state per sequence next to the KV cache. The modules' own code
@@ -137,6 +141,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
             generated_share=100 * generated // len(new),
             names=_named(outcomes),
             cases=len(outcomes),
+            pictured=_names(FAMILIES),
             supported=counts["supported"],
             training=counts["training"],
             refused=counts["refused"],
@@ -164,13 +169,13 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
 
 def _named(outcomes: Mapping[str, Outcome]) -> str:
     lines = [
-        "| model | released | `model_type` | training | engine | tensor | context | LoRA | kernels |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | released | `model_type` | training | engine | images | tensor | context | LoRA | kernels |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, name in NAMES.items():
         model_type, one = case.partition("+")[0], outcomes[case]
         trains, generates = one.status in ("supported", "training"), one.status == "supported"
-        checked = ["yes" if passed else "no" for passed in (trains, generates)]
+        checked = ["yes" if passed else "no" for passed in (trains, generates)] + ["yes" * (case in FAMILIES)]
         checked += [one.columns.get(column, "no") for column in COLUMNS]
         year = LATER.get(model_type, RELEASED[model_type])
         lines.append(f"| {name} | {year} | `{model_type}` | {' | '.join(checked)} |")

@@ -18,7 +18,7 @@ from lockstep.commands.plan import show_cluster_plan
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
-from lockstep.preflight import cluster_plan, memory_plan, model_sizes
+from lockstep.preflight import cluster_plan, memory_plan, model_sizes, state_sizes
 from lockstep.preflight.cluster import Members, OnlineSteps, TargetCluster, cluster_named
 from lockstep.preflight.cluster_plan import Outlook, _tensors, fitting, refuse_over, refuse_uncounted, with_keys
 from lockstep.preflight.step_time import PhaseTime
@@ -65,7 +65,7 @@ PARAMETERS = MULTIPLIED + 100 * 64 + 2 * (64 + 32 + 32 + 2 * 64) + 64
 @pytest.fixture(autouse=True)
 def sizes_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search reads the sizes of the same config thousands of times; no test here changes a config."""
-    for module, name in ((model_sizes, "text_sizes"), (memory_plan, "text_sizes"), (model_sizes, "cached_elements")):
+    for module, name in ((model_sizes, "text_sizes"), (memory_plan, "text_sizes"), (state_sizes, "cached_elements")):
         monkeypatch.setattr(module, name, _once_per_config(getattr(module, name)))
 
 

@@ -112,7 +112,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.daily
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("method", ["dpo"])
+@pytest.mark.parametrize("method", ["dpo", "rm"])
 def test_formats_give_the_same_pair(folder: Path, tmp_path: Path, name: str, method: str) -> None:
     (found,) = read(folder, tmp_path, method, [FORMATS[name]])
     tokenizer, pads = load_tokenizer(str(folder)), "<|image_pad|>" * 4

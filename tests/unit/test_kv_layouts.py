@@ -30,7 +30,8 @@ from lockstep.model.check import LENGTHS, Miniature, build_miniature, packed_row
 from lockstep.model.miniature import VOCABULARY, miniature_config
 from lockstep.model.trials import Unfit
 from lockstep.parallel.context_split import refuse_undivided
-from lockstep.preflight.model_sizes import cached_elements, indexed_latents, kv_bytes, selection_bytes
+from lockstep.preflight.model_sizes import selection_bytes
+from lockstep.preflight.state_sizes import cached_elements, indexed_latents, kv_bytes
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine_check import try_engine
 from lockstep.rollout.native.native_engine import NativeEngine

@@ -21,7 +21,7 @@ from lockstep.device.cuda import Cuda
 from lockstep.errors import Refusal
 from lockstep.preflight.batch_plan import OnlinePlan, plan_online, prompt_limit
 from lockstep.preflight.memory_plan import MemoryPlan, Phase, plan_memory
-from lockstep.preflight.model_sizes import kv_bytes
+from lockstep.preflight.state_sizes import kv_bytes
 from lockstep.types import Prompt
 from refusals import refuses
 

@@ -16,6 +16,9 @@ from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.model.load import load_policy
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.preflight.image_trial import check_images
+from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.loader import checked_recipe
+from lockstep.train.models import with_tower_rate
 from lockstep.types import Example, MicroBatch
 from lockstep.vision.positions import position_offset, three_axes
 from lockstep.vision.spans import ImageRef, ImageSpan
@@ -215,3 +218,20 @@ def test_the_trial_of_a_loaded_model_has_images(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(policy.decoder.images, "features", lambda *given: own(*given).flip(0))
     with refuses(str(folder), "unsupported-model"):
         check_images(policy, str(folder), CPU)
+
+
+def test_towers_have_their_own_learning_rate(folder: Path) -> None:
+    policy, optim = trained(folder), Optim(lr=1e-3)
+    for keys, wanted in (({}, 1e-3), ({"vision_lr": 1e-5}, 1e-5)):
+        made = with_tower_rate(optim, settings(folder, **keys), policy)
+        rates = {name: optim.lr * made.rate_ratio(made.group_of(name)) for name, _ in policy.trainable()}
+        towers = [rate for name, rate in rates.items() if "visual" in name]
+        assert len(towers) > 10
+        assert towers == pytest.approx([wanted] * len(towers))
+        assert {rate for name, rate in rates.items() if "visual" not in name} == {1e-3}
+
+
+def test_a_learning_rate_of_frozen_towers_is_refused() -> None:
+    model = {"path": "m", "vision": "freeze", "vision_lr": 1e-5}
+    with refuses("model.vision_lr", "unused-key"):
+        checked_recipe({"method": "sft", "model": model, "data": {"train": "rows.jsonl"}})

@@ -3,6 +3,8 @@ engine generates what `generate` generates."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.model.load import load_policy
 from lockstep.types import Request, Sampling
 from lockstep.vision.spans import ImageBlock
+from refusals import refuses
 from vision_families import CONFIGS, rows_of, write_family
 
 LOGPROB = 2e-5
@@ -43,6 +46,7 @@ def test_packed_and_padded_rows_equal_each_row_alone(folder: Path) -> None:
         check(policy, micro_batch(rows, packed=packed, pad_id=0), *wanted)
 
 
+@pytest.mark.daily("gemma3", "smolvlm")
 def test_rows_that_share_a_prefix_with_an_image(folder: Path) -> None:
     rows = [example(folder, f"see #? {answer}", [picture(3, 48, 32)], trained=5) for answer in ("red!!", "green")]
     batch = micro_batch(rows, packed=True, pad_id=0, shares=shared_beginnings(rows))
@@ -50,7 +54,8 @@ def test_rows_that_share_a_prefix_with_an_image(folder: Path) -> None:
     check(policy_of(folder), batch, *by_transformers(folder, rows))
 
 
-@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 5])
+@pytest.mark.daily("qwen3_5-5", "gemma3-5", "gemma4-5", "smolvlm-5")
+@pytest.mark.parametrize("budget", [None, 5])
 def test_greedy_tokens_equal_those_of_transformers(folder: Path, budget: int | None) -> None:
     """Also if the prefill is divided inside of images."""
     policy, rows = policy_of(folder, "freeze").eval(), rows_of(folder)
@@ -60,6 +65,7 @@ def test_greedy_tokens_equal_those_of_transformers(folder: Path, budget: int | N
     assert [one.ids for one in done] == generated(folder, rows, 10, END)
 
 
+@pytest.mark.daily("qwen3_vl", "gemma3")
 def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
     policy = policy_of(folder).eval()
     batch = micro_batch([example(folder, "what is #? it is red", [picture(1, 32, 64)])], packed=True, pad_id=0)
@@ -71,7 +77,7 @@ def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
     }
     if policy.decoder.images.family.three_axes:
         broken["axes"] = replace(images, axes_3NT=batch.position_ids_NT.expand(3, -1, -1))
-    if policy.decoder.images.family.both_ways:
+    if images.blocks:
         broken["mask"] = replace(images, blocks=())
         rows, keys = images.blocks[0].rows_Q, images.blocks[0].keys_K
         broken["keys"] = replace(images, blocks=(ImageBlock(rows, keys.roll(1)),))
@@ -79,6 +85,23 @@ def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
         right = policy(batch).logprobs_K
         for name, one in broken.items():
             assert (policy(replace(batch, images=one)).logprobs_K - right).abs().max() > 50 * LOGPROB, name
+
+
+@pytest.mark.daily("llava_next", "smolvlm")
+def test_frozen_weights_are_all_weights_outside_of_the_language_model(folder: Path) -> None:
+    """The row ends of LLaVA-NeXT are a weight outside of the tower."""
+    policy = policy_of(folder, "freeze")
+    trained = {name for name, weight in policy.causal_lm.named_parameters() if weight.requires_grad}
+    language = re.compile("language_model|text_model")
+    assert trained == {name for name, _ in policy.causal_lm.named_parameters() if language.search(name)}
+    rows = rows_of(folder)[:2]
+    wanted, gradients = by_transformers(folder, rows)
+    check(
+        policy,
+        micro_batch(rows, packed=True, pad_id=0),
+        wanted,
+        {name: one for name, one in gradients.items() if name in trained},
+    )
 
 
 def test_deepstack_features_are_added_after_the_layers_in_their_order(tmp_path: Path) -> None:
@@ -97,3 +120,13 @@ def test_deepstack_features_are_added_after_the_layers_in_their_order(tmp_path: 
         without = policy(batch).logprobs_K
     assert (right - exchanged).abs().max() > 50 * LOGPROB
     assert (right - without).abs().max() > 50 * LOGPROB
+
+
+def test_a_wrong_number_of_features_is_refused(tmp_path: Path) -> None:
+    """The config says 8 tokens per tile, and the tower computes 4."""
+    folder = write_family("internvl", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "image_seq_length": 8}))
+    batch = micro_batch([example(folder, "what is #? it is red", [picture(1, 32, 32)])], packed=True, pad_id=0)
+    with refuses("model.path", "unsupported-model", 4, 8):
+        policy_of(folder)(batch)

@@ -32,9 +32,13 @@ NAMED = {
     "end_image_token": "</img>",
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
+    "audio_token": "<audio>",
+    "boa_token": "<start_of_audio>",
+    "eoa_token": "<end_of_audio>",
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"image_seq_length": 16},
+    "gemma4": {"feature_extractor": None, "video_processor": None},
     "llava": {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     "llava_next": {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     "idefics3": {"image_seq_len": 4},
@@ -51,7 +55,7 @@ def processor_of(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name, token in NAMED.items():
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
-    if family == "gemma3":
+    if family in ("gemma3", "gemma4"):
         tokenizer.image_token = "<image_soft_token>"
         tokenizer.image_token_id = tokenizer.convert_tokens_to_ids("<image_soft_token>")
     kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, trust_remote_code=False))]

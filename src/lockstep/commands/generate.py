@@ -10,6 +10,7 @@ from dataclasses import replace
 from lockstep.commands.without_recipe import as_options, load_generator, refuse_judge, refuse_long_answers
 from lockstep.data.encode.chat_text import render_prompt
 from lockstep.data.encode.image_rows import RowImages
+from lockstep.data.encode.messages import image_placeholder
 from lockstep.data.encode.prompt_rows import encoded_prompt
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.device.select import select
@@ -96,7 +97,7 @@ class Conversation:
             )
         text = render_prompt(self.tokenizer, messages, _HERE)
         try:
-            refuse_dropped_by_template(text, messages, (), _HERE)
+            refuse_dropped_by_template(text, messages, (), _HERE, image_placeholder(self.tokenizer))
         except Refusal as refusal:
             raise Refusal.at(
                 "the prompt",

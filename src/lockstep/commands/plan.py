@@ -28,6 +28,7 @@ from lockstep.preflight.model_sizes import Coded
 from lockstep.preflight.prepared import Prepared, PreparedOnline, problems_of, refuse_each_once
 from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.preflight.step_time import PhaseTime
+from lockstep.preflight.tower_sizes import image_load
 from lockstep.preflight.user_trials import try_rewards
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -175,7 +176,7 @@ def open_outlook(
         steps = OnlineSteps.of(prepared.train.items, response_tokens or recipe.rollout.max_tokens)
     else:
         steps = OfflineSteps(prepared)
-    return prepared, Outlook.of(recipe, prepared.config, steps)
+    return prepared, Outlook.of(recipe, prepared.config, steps, image_load(prepared.train.items, recipe.model))
 
 
 def _waiting(outlook: Outlook, cluster: TargetCluster) -> Iterable[str]:

@@ -209,7 +209,9 @@ def _read_images(arrays: Arrays, distinct: Sequence[Any], number: int) -> tuple[
         digest, path, fixed = distinct[index]
         begin, end = arrays["image_byte_starts"][index : index + 2]
         ref = ImageRef(digest, path, None if path is not None else arrays["image_bytes"][begin:end].tobytes())
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in fixed.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fixed.items()
+        }
         found.append(ImageSpan(start=int(arrays["image_places"][at]), ref=ref, **values))
     return tuple(found)
 
@@ -310,7 +312,7 @@ def _prompt(arrays: Arrays, index: int, examples: list[Example]) -> Prompt:
     source, prompt, truth, extra, tools, *inputs = json.loads(arrays["questions"][begin:end].tobytes())
     (example,) = examples
     refs = tuple(image.ref for image in example.images)
-    question = Question(source, prompt, truth, example.origin, extra, tools or (), *inputs, images=refs)
+    question = replace(Question(source, prompt, truth, example.origin, extra, tools or (), *inputs), images=refs)
     return Prompt(question, list(example.ids), example.images)
 
 

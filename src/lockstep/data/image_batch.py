@@ -57,7 +57,7 @@ class _Collected:
         self._distinct: list[ImageSpan] = []
         self._places: list[np.ndarray] = []
         self._features: list[np.ndarray] = []
-        self._blocks: list[tuple[np.ndarray, np.ndarray]] = []
+        self._blocks: list[ImageBlock] = []
         self._count = 0
 
     def add(
@@ -82,7 +82,8 @@ class _Collected:
             self._places.append(where[own[inside]])
             self._features.append(self._firsts[key] + np.flatnonzero(inside))
             if image.both_ways and stop is None and inside.all():
-                self._blocks.append((where[own], where[: own[-1] + 1]))
+                arrays = torch.from_numpy(where[own]), torch.from_numpy(where[: own[-1] + 1])
+                self._blocks.append(ImageBlock(*arrays, image.both_ways == "windows"))
 
     def inputs(self) -> ImageInputs:
         nothing = [np.zeros(0, dtype=np.int64)]
@@ -93,7 +94,7 @@ class _Collected:
             places_M=torch.from_numpy(places[order]),
             features_M=torch.from_numpy(features[order]),
             axes_3NT=torch.from_numpy(self._axes.reshape(self._shape)),
-            blocks=tuple(ImageBlock(*map(torch.from_numpy, block)) for block in self._blocks),
+            blocks=tuple(self._blocks),
         )
 
 
@@ -114,5 +115,7 @@ def images_to(images: ImageInputs, device: torch.device) -> ImageInputs:
         places_M=sent(images.places_M, device),
         features_M=sent(images.features_M, device),
         axes_3NT=sent(images.axes_3NT, device),
-        blocks=tuple(ImageBlock(sent(one.rows_Q, device), sent(one.keys_K, device)) for one in images.blocks),
+        blocks=tuple(
+            replace(one, rows_Q=sent(one.rows_Q, device), keys_K=sent(one.keys_K, device)) for one in images.blocks
+        ),
     )

@@ -19,7 +19,7 @@ from lockstep.model.adapters.active import give_storage
 from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.model.check import tokens
 from lockstep.model.export_check import AdapterBase, Verification, probe_of_transformers, verify_export
-from lockstep.model.heads import build_value_model, merge_adapters
+from lockstep.model.heads import build_value_model, classified_config, merge_adapters
 from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, has_codes, stream_transformers
 from lockstep.model.lora import CONFIG, WEIGHTS, NewAdapter, with_adapter
 from lockstep.model.pretrained import (
@@ -36,7 +36,7 @@ from lockstep.model.quantized.quantize import dequantize_layers
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import META, stored_buffers
 from lockstep.model.text_model import LanguageModel, text_config
-from lockstep.model.towers.tower import add_towers
+from lockstep.model.towers.tower import add_towers, copy_processor
 from lockstep.model.towers.vision_model import exported_kind
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import StoredTensors, shapes_of
@@ -325,18 +325,21 @@ def _write_classifier(
         dequantize_layers(trained.decoder, torch.float32)
         trained.float()
     merge_adapters(trained.decoder)
-    # A reward model scores text only, so it is built from the text config of a nested config, without its towers.
-    config = text_config(config_of(folders.model, settings.path))
+    config = classified_config(config_of(folders.model, settings.path), settings)
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(
         config, dtype=torch.float32 if settings.quantize else DTYPES[working.dtype], trust_remote_code=False
     )
     # Tensors are assigned instead of copied, because copying would round fp32 buffers.
-    classifier.base_model.load_state_dict(trained.decoder.state_dict(), assign=True)
+    decoder = trained.decoder if settings.vision is None else trained.decoder.base_model
+    classifier.base_model.load_state_dict(decoder.state_dict(), assign=True)
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
-    classifier.config.pad_token_id = _padding(_tokenizer(settings, folders), end_tokens)
+    padding = _padding(_tokenizer(settings, folders), end_tokens)
+    classifier.config.pad_token_id = text_config(classifier.config).pad_token_id = padding
     rounded(classifier, DTYPES[settings.dtype]).save_pretrained(folder)
+    if settings.vision is not None:
+        copy_processor(folders.model, folder)
 
 
 def _tokenizer(settings: Model, folders: ModelFolders) -> PreTrainedTokenizerBase:

@@ -129,6 +129,8 @@ def build_value_model(
                 follow_copies(decoder, source.places)
         divide_model(decoder, styles, source, sharding)
         value_model = ValueModel(decoder, head, kernel)
+        if value_model.runner.images is not None:
+            value_model.runner.images.cache_bytes = settings.vision_cache_gb * 2**30
         value_model.unused = tuple(info["unused"])
         if settings.lora is None:
             value_model.digits = digits_of(value_model, model, source, folders.model, DTYPES[settings.dtype])
@@ -179,18 +181,25 @@ def _new_head(config: Any, dtype: torch.dtype, init: str, seed: int) -> nn.Linea
     return head
 
 
-def refuse_no_classifier(config: Any, path: str) -> None:
+def refuse_no_classifier(config: Any, settings: Model) -> None:
     """Raises `Refusal` if transformers has no sequence classification class for the architecture. Reward models are
     exported as sequence classification models."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    if type(text_config(config)) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    judged = classified_config(config, settings)
+    if type(judged) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise Refusal.at(
-            f"model.path {path}",
-            f"transformers has no sequence classification model for {text_config(config).model_type}",
-            "start from another architecture",
+            f"model.path {settings.path}",
+            f"transformers has no sequence classification model for {judged.model_type}",
+            "start from another architecture" + (", or remove model.vision" if settings.vision else ""),
             code="unsupported-model",
         )
+
+
+def classified_config(config: Any, settings: Model) -> Any:
+    """Returns the config of an exported reward model. Without `model.vision`, a reward model scores text only, so it is
+    built from the text config of a nested config, without its towers."""
+    return text_config(config) if settings.vision is None else config
 
 
 def merge_adapters(decoder: nn.Module) -> None:

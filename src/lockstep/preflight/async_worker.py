@@ -10,7 +10,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.text_model import text_config
 from lockstep.preflight.memory_plan import MemoryPlan, Phase
-from lockstep.preflight.model_sizes import kv_bytes
+from lockstep.preflight.state_sizes import kv_bytes
 from lockstep.recipe import Recipe
 from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 

@@ -15,9 +15,9 @@ from lockstep.errors import Refusal
 from lockstep.model.router import experts_of_token
 from lockstep.model.text_model import model_on_meta, text_config, text_sizes
 from lockstep.preflight.batch_plan import sequences_per_update
-from lockstep.preflight.model_sizes import cached_elements
 from lockstep.preflight.prepared import Prepared
 from lockstep.preflight.row_checks import longest_row
+from lockstep.preflight.state_sizes import cached_elements
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Item

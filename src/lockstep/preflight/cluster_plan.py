@@ -17,8 +17,10 @@ from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.async_worker import WORKER, refuse_beside, with_worker
 from lockstep.preflight.cluster import StepSource, TargetCluster, model_cost
 from lockstep.preflight.memory_plan import MemoryPlan, Phase, on_device, plan_memory
-from lockstep.preflight.model_sizes import count_parameters, kernels_of, kv_bytes
+from lockstep.preflight.model_sizes import count_parameters, kernels_of
+from lockstep.preflight.state_sizes import kv_bytes
 from lockstep.preflight.step_time import ModelCosts, PhaseTime, StepTimes
+from lockstep.preflight.tower_sizes import ANY_IMAGES, ImageLoad
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.loader import value_text
@@ -53,12 +55,13 @@ class Outlook:
     recipe: Recipe
     models: ModelCosts
     steps: StepSource
+    images: ImageLoad = ANY_IMAGES
 
     @classmethod
-    def of(cls, recipe: Recipe, config: Any, steps: StepSource) -> Outlook:
+    def of(cls, recipe: Recipe, config: Any, steps: StepSource, images: ImageLoad = ANY_IMAGES) -> Outlook:
         cost, other = model_cost(config), _other_model(recipe)
         frozen = cost if other is None else model_cost(load_config(other))
-        return cls(recipe, ModelCosts(config, cost, count_parameters(recipe, config), frozen), steps)
+        return cls(recipe, ModelCosts(config, cost, count_parameters(recipe, config), frozen), steps, images)
 
     def with_recipe(self, recipe: Recipe) -> Outlook:
         return replace(self, recipe=recipe)
@@ -81,6 +84,7 @@ class Outlook:
                 keeps_cache=kept_cache(memory) if device.graph_capture else 0,
                 counted=self.models.counted,
                 cache_room=cache_room,
+                images=self.images,
             )
 
         plan = on_device(recipe, memory, planned)

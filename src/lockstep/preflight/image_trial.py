@@ -28,7 +28,7 @@ from lockstep.vision.processors import ImageTokens, image_processor
 ROWS = (("Look at # and say what it shows.", ((84, 140),)), ("Is # like #, or not?", ((112, 84), (56, 56))))
 WHERE = "the test image"
 # Outputs of image processors that are inputs of models.
-INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
 
 
 @torch.no_grad()

@@ -24,14 +24,14 @@ from lockstep.preflight.model_sizes import (
     head_bytes,
     kept_by_layer,
     kernels_of,
-    kv_bytes,
     layer_bytes,
     loaded_beside,
     selection_bytes,
     selects_tokens,
     tile_sums,
 )
-from lockstep.preflight.state_sizes import state_bytes
+from lockstep.preflight.state_sizes import kv_bytes, state_bytes
+from lockstep.preflight.tower_sizes import ANY_IMAGES, ImageLoad, TowerBytes
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_lora import Lora
 from lockstep.recipe.keys_parallel import Offload, Parallel
@@ -197,6 +197,7 @@ def plan_memory(
     keeps_cache: int = 0,
     counted: Counted | None = None,
     cache_room: int | None = None,
+    images: ImageLoad = ANY_IMAGES,
 ) -> MemoryPlan:
     """Estimates memory from the shapes of the models. An update has `rows` rows of at most `longest` tokens.
 
@@ -217,6 +218,8 @@ def plan_memory(
     kernels = kernels_of(recipe, counted, device, devices)
     activations = _Activations.of(recipe, config, tokens, longest, kernels, tensor)
     activations = activations.with_dora(recipe, config, counted, tokens)
+    tower = TowerBytes() if counted.tower is None else counted.tower.bytes(recipe.model, config, tokens, images)
+    activations = activations.with_tower(tower)
     gathered_bytes = loaded_beside(counted, config, grid, size) if devices > 1 else 0
     phases: tuple[Phase, ...] = (
         Phase("load", model.weights + gathered_bytes),
@@ -237,7 +240,7 @@ def plan_memory(
         gathered = plan.weight_bytes * (parameters - counted.divided + counted.divided // tensor) // parameters
         before = plan.phases[-1]
         engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room, counted.view)
-        engine = replace(engine, workspace=counted.coded.workspace(size))
+        engine = replace(engine, workspace=counted.coded.workspace(size) + tower.forward)
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine, counted)
         critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
     plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
@@ -304,6 +307,11 @@ class _Activations:
         once = 3 * size * counted.dora_weight
         kept = self.layers + each * (1 if recipe.model.gradient_checkpointing else layers) + once
         return replace(self, layers=kept, last=self.last + each + once, validation=self.validation + once)
+
+    def with_tower(self, tower: TowerBytes) -> _Activations:
+        """Adds what a vision tower needs."""
+        added = {"layers": self.layers + tower.training, "last": self.last + tower.training}
+        return replace(self, **added, validation=self.validation + tower.forward)
 
 
 def _trains_head(lora: Lora | None) -> bool:

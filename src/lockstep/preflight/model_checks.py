@@ -148,7 +148,7 @@ def routers(context: Context) -> Iterator[Problem]:
 
 def classifier(context: Context) -> None:
     """Refuses an architecture that cannot be exported as a reward model."""
-    refuse_no_classifier(context.config, context.recipe.model.path)
+    refuse_no_classifier(context.config, context.recipe.model)
 
 
 def architectures(context: Context) -> Iterator[Problem]:

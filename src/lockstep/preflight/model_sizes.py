@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from math import prod
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from lockstep.optimizers.rule_table import refuse_parts, scratch_bytes_of, state
 from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
 from lockstep.preflight.state_sizes import recurrent_activations
+from lockstep.preflight.tower_sizes import TowerSizes
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
@@ -148,6 +148,8 @@ class Counted:
     """Whether `model.tiled_mlp` supports the layers."""
     view: int = 0
     """Bytes of the quantised weights with which the native engine generates (`rollout.precision`)."""
+    tower: TowerSizes | None = None
+    """The vision tower, if it is loaded."""
     _states: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
     """Results of `state_bytes`, which a search for settings asks for many times."""
 
@@ -184,7 +186,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
-        view = _view_bytes(recipe, layers)
+        view, tower = _view_bytes(recipe, layers), TowerSizes.of(base)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
         coded, tileable = Coded.of(base, recipe.model), untiled(layers) is None
         model = with_adapter(base, recipe.model.lora, 0, checked_adapter(recipe.model))
@@ -217,6 +219,7 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         dora_weight=weight,
         tileable=tileable,
         view=view,
+        tower=tower,
     )
 
 
@@ -261,7 +264,7 @@ def _frozen(recipe: Recipe, own: int, coded: Coded) -> tuple[dict[str, int], dic
         key, folder = "offload_teacher", recipe.distill.teacher
     else:
         return {}, {}
-    model = model_on_meta(load_config(folder))
+    model = model_on_meta(load_config(folder), loaded_kind(recipe.model))
     return {key: sum(p.numel() for p in model.parameters())}, {key: Coded.of(model, recipe.model)}
 
 
@@ -419,85 +422,3 @@ def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
     sizes = text_sizes(config)
     chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * sizes.vocabulary * tokens)
     return chunk + (4 * sizes.vocabulary * sizes.hidden if head_trained else 0)
-
-
-def kv_bytes(config: Any, size: int, tensor: int = 1) -> int:
-    """Returns the KV cache bytes of one token in all layers, on one of `tensor` tensor-parallel ranks."""
-    found = cached_elements(config)
-    return (found.by_head // tensor + found.common) * size
-
-
-class CachedElements(NamedTuple):
-    """The number of elements per token in the KV cache. `by_head` counts keys and values of heads, which tensor
-    parallelism divides. `common` counts latents and indexer keys, which every rank stores."""
-
-    by_head: int
-    common: int
-
-
-def cached_elements(config: Any) -> CachedElements:
-    """Counts the cached elements of each attention module, because module sizes may differ. If no known key projection
-    is found, all layers are assumed to be equal."""
-    key = config.to_json_string(use_diff=False)
-    if key not in _ELEMENTS:
-        found = _projected_elements(config)
-        equal = CachedElements(_equal_elements(config), 0)
-        # Sequences of a model without attention own blocks of the smallest size.
-        _ELEMENTS[key] = next((one for one in (found, equal) if any(one)), CachedElements(0, 2))
-    return _ELEMENTS[key]
-
-
-_ELEMENTS: dict[str, CachedElements] = {}
-# Substrings of `layer_types` in a config. Layers of these types cache no keys and values, but another state.
-WITHOUT_KEYS = ("linear", "mamba", "conv", "recurrent")
-
-
-def _equal_elements(config: Any) -> int:
-    sizes = text_sizes(config)
-    return 2 * sizes.layers * sizes.key_heads * sizes.head_size
-
-
-def _projected_elements(config: Any) -> CachedElements:
-    model = model_on_meta(config)
-    text = text_config(model.config)
-    kinds = getattr(text, "layer_types", None) or ()
-    modules = [
-        module
-        for module in inner_decoder(model).modules()
-        if not any(other in _kind(module, kinds) for other in WITHOUT_KEYS)
-    ]
-    found = [elements for elements in map(_module_elements, modules) if any(elements)]
-    if getattr(text, "H_cycles", None):
-        # Recurrent stacks run their layers several times and cache every run.
-        found = found[:1] * int(text.num_layers_per_stack * text.H_cycles * (text.L_cycles + 1))
-    return CachedElements(sum(each.by_head for each in found), sum(each.common for each in found))
-
-
-def _kind(module: Any, kinds: Sequence[str]) -> str:
-    index = getattr(module, "layer_idx", None)
-    return str(kinds[index]) if isinstance(index, int) and index < len(kinds) else ""
-
-
-def indexed_latents() -> bool:
-    """Returns whether modules with an indexer cache latents. In transformers 5.17 they cache the keys and values of
-    every head."""
-    major, minor = version("transformers").split(".")[:2]
-    return (int(major), int(minor)) >= (5, 18)
-
-
-def _module_elements(module: Any) -> CachedElements:
-    """Returns how many elements per token one module caches: the latent, or the keys and values, of an attention
-    module, or the keys of an indexer."""
-    if hasattr(module, "kv_a_proj_with_mqa"):
-        if hasattr(module, "indexer") and not indexed_latents():
-            return CachedElements(module.num_heads * (module.qk_head_dim + module.v_head_dim), 0)
-        return CachedElements(0, int(module.kv_a_proj_with_mqa.out_features))
-    key = getattr(module, "k_proj", None) or getattr(module, "wk", None)
-    if key is None or getattr(module, "is_kv_shared_layer", False):
-        return CachedElements(0, 0)
-    if not hasattr(module, "v_proj"):
-        return CachedElements(0, int(key.out_features))
-    # A module without a projection of values computes the values from its keys. Differential attention (`lambda_q1`)
-    # reads the values in two arrangements and caches both.
-    value = int((module.v_proj or key).out_features)
-    return CachedElements(int(key.out_features) + value * (2 if hasattr(module, "lambda_q1") else 1), 0)

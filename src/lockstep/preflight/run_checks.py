@@ -19,6 +19,7 @@ from lockstep.preflight.model_checks import tokenizer_of_model
 from lockstep.preflight.model_sizes import count_parameters
 from lockstep.preflight.prepared import Context, Prepared, PreparedOnline, problems_of, refuse_each_once
 from lockstep.preflight.row_checks import longest_row, repeated_rows, seen_in_training, unreadable_files
+from lockstep.preflight.tower_sizes import image_load
 from lockstep.recipe import Recipe
 from lockstep.rollout.collect import encode_questions, prompt_format
 from lockstep.rollout.native.native_engine import kept_cache, prefill_budget
@@ -48,9 +49,9 @@ def prepare_offline(
         remarks += seen_in_training(train.items, val.items, "data.val")
     context.batches = batches = plan_batches(recipe, train, devices)
     longest = longest_row(recipe, train)
-    rows = recipe.batch.rows_per_update
+    rows, images = recipe.batch.rows_per_update, image_load(train.items, recipe.model)
     with console.waiting(PLANNING):
-        context.memory = plan_memory(recipe, context.config, devices, longest, rows, device=device)
+        context.memory = plan_memory(recipe, context.config, devices, longest, rows, device=device, images=images)
     refuse_each_once(run_checks(CheckStage.PLAN, context))
     remarks = [*context.remarks, *remarks, *context.memory.remarks]
     tokenizer, config, questions = context.tokenizer, context.config, context.questions
@@ -117,6 +118,7 @@ def _online_memory(context: Context, batches: OnlinePlan) -> MemoryPlan:
     size = DTYPES[recipe.model.dtype].itemsize
     prefill_tokens = prefill_budget(recipe.rollout, device, text_config(config), size)
     total, counted = device.memory().total, count_parameters(recipe, config)
+    images = image_load(context.prompts.items, recipe.model)
 
     def plan_of(cache_room: int | None) -> MemoryPlan:
         return plan_memory(
@@ -130,6 +132,7 @@ def _online_memory(context: Context, batches: OnlinePlan) -> MemoryPlan:
             keeps_cache=kept_cache(total) if device.graph_capture else 0,
             counted=counted,
             cache_room=cache_room,
+            images=images,
         )
 
     memory = on_device(recipe, total, plan_of)

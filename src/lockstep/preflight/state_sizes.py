@@ -1,4 +1,4 @@
-"""Sizes of the states and activations of recurrent layers, computed from the config without weights."""
+"""Sizes of KV caches, and of the states and activations of recurrent layers, from the config without weights."""
 
 from __future__ import annotations
 
@@ -123,3 +123,88 @@ def _module_bytes(module: nn.Module, hidden: torch.Tensor) -> int:
         # An attention module fails here, because it needs position embeddings or another type of cache.
         return 0
     return sum(state.nbytes for state in cache.states.values())
+
+
+# The KV cache.
+
+
+def kv_bytes(config: Any, size: int, tensor: int = 1) -> int:
+    """Returns the KV cache bytes of one token in all layers, on one of `tensor` tensor-parallel ranks."""
+    found = cached_elements(config)
+    return (found.by_head // tensor + found.common) * size
+
+
+class CachedElements(NamedTuple):
+    """The number of elements per token in the KV cache. `by_head` counts keys and values of heads, which tensor
+    parallelism divides. `common` counts latents and indexer keys, which every rank stores."""
+
+    by_head: int
+    common: int
+
+
+def cached_elements(config: Any) -> CachedElements:
+    """Counts the cached elements of each attention module, because module sizes may differ. If no known key projection
+    is found, all layers are assumed to be equal."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _ELEMENTS:
+        found = _projected_elements(config)
+        equal = CachedElements(_equal_elements(config), 0)
+        # Sequences of a model without attention own blocks of the smallest size.
+        _ELEMENTS[key] = next((one for one in (found, equal) if any(one)), CachedElements(0, 2))
+    return _ELEMENTS[key]
+
+
+_ELEMENTS: dict[str, CachedElements] = {}
+# Substrings of `layer_types` in a config. Layers of these types cache no keys and values, but another state.
+WITHOUT_KEYS = ("linear", "mamba", "conv", "recurrent")
+
+
+def _equal_elements(config: Any) -> int:
+    sizes = text_sizes(config)
+    return 2 * sizes.layers * sizes.key_heads * sizes.head_size
+
+
+def _projected_elements(config: Any) -> CachedElements:
+    model = model_on_meta(config)
+    text = text_config(model.config)
+    kinds = getattr(text, "layer_types", None) or ()
+    modules = [
+        module
+        for module in inner_decoder(model).modules()
+        if not any(other in _kind(module, kinds) for other in WITHOUT_KEYS)
+    ]
+    found = [elements for elements in map(_module_elements, modules) if any(elements)]
+    if getattr(text, "H_cycles", None):
+        # Recurrent stacks run their layers several times and cache every run.
+        found = found[:1] * int(text.num_layers_per_stack * text.H_cycles * (text.L_cycles + 1))
+    return CachedElements(sum(each.by_head for each in found), sum(each.common for each in found))
+
+
+def _kind(module: Any, kinds: Sequence[str]) -> str:
+    index = getattr(module, "layer_idx", None)
+    return str(kinds[index]) if isinstance(index, int) and index < len(kinds) else ""
+
+
+def indexed_latents() -> bool:
+    """Returns whether modules with an indexer cache latents. In transformers 5.17 they cache the keys and values of
+    every head."""
+    major, minor = version("transformers").split(".")[:2]
+    return (int(major), int(minor)) >= (5, 18)
+
+
+def _module_elements(module: Any) -> CachedElements:
+    """Returns how many elements per token one module caches: the latent, or the keys and values, of an attention
+    module, or the keys of an indexer."""
+    if hasattr(module, "kv_a_proj_with_mqa"):
+        if hasattr(module, "indexer") and not indexed_latents():
+            return CachedElements(module.num_heads * (module.qk_head_dim + module.v_head_dim), 0)
+        return CachedElements(0, int(module.kv_a_proj_with_mqa.out_features))
+    key = getattr(module, "k_proj", None) or getattr(module, "wk", None)
+    if key is None or getattr(module, "is_kv_shared_layer", False):
+        return CachedElements(0, 0)
+    if not hasattr(module, "v_proj"):
+        return CachedElements(0, int(key.out_features))
+    # A module without a projection of values computes the values from its keys. Differential attention (`lambda_q1`)
+    # reads the values in two arrangements and caches both.
+    value = int((module.v_proj or key).out_features)
+    return CachedElements(int(key.out_features) + value * (2 if hasattr(module, "lambda_q1") else 1), 0)

@@ -18,6 +18,8 @@ def data_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     if recipe.model.vision is not None:
         yield from _vision_problems(recipe)
+    if recipe.model.vision_lr is not None and recipe.model.vision != "train":
+        yield unused("model.vision_lr", "the vision tower is not trained", "set model.vision=train, or remove it")
     if data.long_text == "split" and recipe.method in OFFLINE and "text_key" not in OFFLINE[recipe.method].columns:
         yield unused("data.long_text", f"method {recipe.method} has no rows of plain text", "remove it")
     if data.streaming:

@@ -27,6 +27,7 @@ from lockstep.recipe.section import (
     GROUPS,
     MICRO,
     NAME,
+    RATE,
     SPREAD,
     STORED,
     UPDATE,
@@ -180,6 +181,14 @@ class Model(Section):
         default_factory=list,
         description="Layers that are not quantised, as name suffixes. Each suffix must match at least one layer.",
         effect=Effect("blocks", "the adapter is trained on other base weights"),
+    )
+    vision_lr: float | None = Field(
+        None,
+        gt=0,
+        description="`model.vision: train`: peak learning rate of the vision tower and the projector. Default: "
+        "`optim.lr`. A group of `optim.groups` that matches their parameters takes precedence.",
+        effect=RATE,
+        resumable=True,
     )
     vision_cache_gb: float = Field(
         2.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -42,12 +43,13 @@ from lockstep.parallel.world import World
 from lockstep.preflight.image_trial import check_images
 from lockstep.preflight.model_checks import has_critic, refuse_other_tokenizer, refuse_other_vocabulary
 from lockstep.recipe import Recipe
-from lockstep.recipe.keys_optim import Optim
+from lockstep.recipe.keys_optim import Optim, ParameterGroup
 from lockstep.recipe.keys_parallel import Offload
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.optim_checks import unmatched_groups
 from lockstep.recipe.registry import estimator_row
+from lockstep.recipe.schema import Model
 from lockstep.run.output import write
 from lockstep.train.logprob_cache import LogprobCache
 from lockstep.train.optim import LossScale, Optimizer
@@ -341,6 +343,7 @@ def _learner(
 ) -> Learner:
     # The optimizer updates the shards of the parameters, so gathered parameters are resharded first.
     reshard(module)
+    settings = with_tower_rate(settings, recipe.model, module)
     refuse_all(list(unmatched_groups(settings, [name for name, _ in module.trainable()])))
     masters = bool(recipe.model.master_weights)
     optimizer: Optimizer
@@ -367,6 +370,18 @@ def _learner(
         module.digits.into(optimizer.local_masters())
     scale = LossScale() if recipe.model.dtype == "fp16" else None
     return Learner(module, optimizer, torch_device, world, scale, name, _balance(module, recipe, world))
+
+
+def with_tower_rate(settings: Optim, model: Model, module: Policy | ValueModel) -> Optim:
+    """Returns the optimizer settings with a group for the towers, if they have their own learning rate."""
+    decoder = module.decoder if isinstance(module, Policy) else module.runner
+    names = getattr(decoder.model, "tower_names", ())
+    if model.vision_lr is None or not names:
+        return settings
+    match = rf"(^|\.)({'|'.join(map(re.escape, names))})\."
+    named = None if any(group.name == "vision" for group in settings.groups) else "vision"
+    group = ParameterGroup(match=match, lr=model.vision_lr, name=named)
+    return settings.model_copy(update={"groups": [*settings.groups, group]})
 
 
 def _balance(module: Policy | ValueModel, recipe: Recipe, world: World) -> Balance | None:

@@ -7,15 +7,15 @@ text that the processor of transformers writes for the image, so tests compare t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import Refusal
 
-Grid = tuple[int, int, int]
-Made = Mapping[str, Any]
+ImageGrid = tuple[int, int, int]
+ProcessorOutput = Mapping[str, Any]
 
 
 def _pixels_only(pixels: Any, grids_I3: Any) -> dict[str, Any]:
@@ -28,10 +28,10 @@ class Family:
 
     pad: str
     """The token whose embedding is replaced by a feature of the image."""
-    text: Callable[[Grid, Any], str]
+    text: Callable[[ImageGrid, Any], str]
     """Returns the text that replaces `token`, with one pad token per feature. It begins and ends with special
     tokens."""
-    grid: Callable[[Made], Grid]
+    grid: Callable[[ProcessorOutput], ImageGrid]
     """Returns the grid of an image from the outputs of the image processor."""
     token: str = ""
     """The token that the chat template writes for an image: the pad token, unless it is given."""
@@ -44,8 +44,9 @@ class Family:
     """Returns the arguments of `get_image_features` for the pixels and grids of all images."""
     three_axes: bool = False
     """Whether tokens have positions on three axes. The grid is then the number of patches in time, height, width."""
-    both_ways: bool = False
-    """Whether the placeholder tokens of an image attend to each other in both directions. They are then contiguous."""
+    both_ways: Callable[[Any], str] = lambda config: ""
+    """Returns in which layers the placeholder tokens of an image attend to each other in both directions: `all`,
+    `windows` (layers with a sliding window), or none. The placeholder tokens are then contiguous."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the image processor, which the processor of transformers sets by default."""
 
@@ -54,17 +55,29 @@ class Family:
         """The text of an image in a message."""
         return self.before + (self.token or self.pad) + self.after
 
+    def spelled(self, config: Any, tokenizer: Any) -> Family:
+        """Returns the family with the tokens of config.json, if it has none of its own."""
+        if self.pad:
+            return self
+        ids = (config.boi_token_id, config.image_token_id, config.eoi_token_id)
+        first, pad, last = tokenizer.convert_ids_to_tokens(ids)
+
+        def text(grid: ImageGrid, config: Any) -> str:
+            return first + self.text(grid, config).format(pad=pad) + last
+
+        return replace(self, pad=pad, text=text)
+
     def with_surroundings(self, text: str) -> str:
         """Returns a rendered text with `around` at the token of each image, as the processor writes it."""
         token = self.token or self.pad
         return text.replace(token, self.around + token + self.around) if self.around else text
 
 
-def _qwen_text(grid: Grid, config: Any) -> str:
+def _qwen_text(grid: ImageGrid, config: Any) -> str:
     return "<|image_pad|>" * (grid[0] * grid[1] * grid[2] // config.vision_config.spatial_merge_size**2)
 
 
-def _qwen_grid(made: Made) -> Grid:
+def _qwen_grid(made: ProcessorOutput) -> ImageGrid:
     time, height, width = (int(size) for size in made["image_grid_thw"][0])
     return time, height, width
 
@@ -80,7 +93,7 @@ _QWEN = Family(
 )
 
 
-def _patches(grid: Grid, config: Any) -> int:
+def _patches(grid: ImageGrid, config: Any) -> int:
     """Returns the number of features of an image of `grid` pixels that is not divided into tiles."""
     vision = config.vision_config
     if vision.model_type not in ("clip_vision_model", "siglip_vision_model"):
@@ -90,7 +103,7 @@ def _patches(grid: Grid, config: Any) -> int:
     return int(whole - (config.vision_feature_select_strategy == "default"))
 
 
-def _pixel_grid(made: Made) -> Grid:
+def _pixel_grid(made: ProcessorOutput) -> ImageGrid:
     height, width = np.shape(made["pixel_values"])[-2:]
     return 1, int(height), int(width)
 
@@ -98,7 +111,7 @@ def _pixel_grid(made: Made) -> Grid:
 _LLAVA = Family(pad="<image>", text=lambda grid, config: "<image>" * _patches(grid, config), grid=_pixel_grid)
 
 
-def _next_text(grid: Grid, config: Any) -> str:
+def _next_text(grid: ImageGrid, config: Any) -> str:
     """The tiles of the image without padding, with one feature at the end of each row, after the features of the whole
     image. `grid` has the size of the image in pixels."""
     from transformers.image_processing_utils import select_best_resolution
@@ -114,7 +127,7 @@ def _next_text(grid: Grid, config: Any) -> str:
     return "<image>" * (height * width + height + _patches((1, side, side), config))
 
 
-def next_tiles(grid: Grid, config: Any) -> int:
+def next_tiles(grid: ImageGrid, config: Any) -> int:
     """Returns the number of tiles of an image of LLaVA-NeXT, with the tile of the whole image."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
@@ -129,7 +142,7 @@ _NEXT = Family(
 )
 
 
-def _idefics_text(grid: Grid, config: Any) -> str:
+def _idefics_text(grid: ImageGrid, config: Any) -> str:
     """Rows and columns of tiles, and then the whole image. An image that is not divided has a grid of 0 x 0 tiles."""
     vision, around = config.vision_config, "<fake_token_around_image>"
     pads = "<image>" * int((vision.image_size // vision.patch_size) ** 2 / config.scale_factor**2)
@@ -140,7 +153,7 @@ def _idefics_text(grid: Grid, config: Any) -> str:
     return "".join(rows) + ("\n" if rows else "") + f"{around}<global-img>{pads}{around}"
 
 
-def _idefics_grid(made: Made) -> Grid:
+def _idefics_grid(made: ProcessorOutput) -> ImageGrid:
     if not np.all(made["pixel_attention_mask"]):
         raise ValueError("its tiles have different sizes")
     return 1, int(made["rows"][0][0]), int(made["cols"][0][0])
@@ -161,8 +174,34 @@ _GEMMA = Family(
     text=lambda _, config: f"<start_of_image>{'<image_soft_token>' * config.mm_tokens_per_image}<end_of_image>",
     grid=lambda _: (1, 1, 1),
     around="\n\n",
-    both_ways=True,
+    both_ways=lambda config: "all",
     options={"do_pan_and_scan": False},
+)
+
+
+def _gemma4_tower(pixels_IPD: Any, grids_I3: Any) -> dict[str, Any]:
+    """The column and row of each patch. Patches after the last one of an image are at -1."""
+    import torch
+
+    at_IP2 = torch.full((*pixels_IPD.shape[:2], 2), -1, device=pixels_IPD.device)
+    for number, (_, height, width) in enumerate(grids_I3.tolist()):
+        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        at_IP2[number, : height * width] = torch.stack([columns, rows], -1).flatten(0, 1).to(at_IP2)
+    return {"pixel_values": pixels_IPD, "image_position_ids": at_IP2}
+
+
+def _gemma4_grid(made: ProcessorOutput) -> ImageGrid:
+    width, height = np.max(made["image_position_ids"][0], axis=0) + 1
+    return 1, int(height), int(width)
+
+
+# The tokens are those of config.json (`Family.spelled`).
+_GEMMA4 = Family(
+    pad="",
+    text=lambda grid, config: "{pad}" * (grid[1] * grid[2] // config.vision_config.pooling_kernel_size**2),
+    grid=_gemma4_grid,
+    tower=_gemma4_tower,
+    both_ways=lambda config: "windows" if config.text_config.use_bidirectional_attention == "vision" else "",
 )
 
 _INTERN = Family(
@@ -177,6 +216,7 @@ _INTERN = Family(
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA4,
     "llava": _LLAVA,
     "llava_next": _NEXT,
     "idefics3": _IDEFICS,

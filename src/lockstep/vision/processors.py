@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import Refusal, first_line
-from lockstep.vision.families import Family, Grid, family_of
+from lockstep.vision.families import Family, ImageGrid, family_of
 from lockstep.vision.images import pillow, read_image
 from lockstep.vision.spans import ImageRef, ImageSpan
 
@@ -65,7 +65,7 @@ class ImageTokens:
     def of(cls, folder: str, tokenizer: Any) -> ImageTokens:
         """Raises `Refusal` if the family of the model takes no images, or if the tokenizer is not that of the model."""
         config, where = config_with_images(folder), f"model.path {folder}"
-        family = family_of(config.model_type, where)
+        family = family_of(config.model_type, where).spelled(config, tokenizer)
         pad_id = tokenizer.convert_tokens_to_ids(family.pad)
         if pad_id != config.image_token_id:
             raise Refusal.at(
@@ -107,9 +107,9 @@ class ImageTokens:
         _PIXELS.put(self.folder, ref, pixels)
         config = config_with_images(self.folder)
         merge = int(config.vision_config.spatial_merge_size) if self.family.three_axes else 0
-        return ImageSpan(start, grid, merge, ref, self.folder, _runs(ids, self.pad_id), self.family.both_ways)
+        return ImageSpan(start, grid, merge, ref, self.folder, _runs(ids, self.pad_id), self.family.both_ways(config))
 
-    def _ids(self, grid: Grid) -> list[int]:
+    def _ids(self, grid: ImageGrid) -> list[int]:
         """Returns the tokens of an image."""
         text = self.family.text(grid, config_with_images(self.folder))
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -133,12 +133,12 @@ def _runs(ids: Sequence[int], pad_id: int) -> tuple[int, ...]:
     return tuple(int(size) for size in np.diff([0, *borders, len(flags)]))
 
 
-def processed(folder: str, image: Any) -> tuple[np.ndarray, Grid]:
+def processed(folder: str, image: Any) -> tuple[np.ndarray, ImageGrid]:
     """Returns the pixels of an image, with one row per patch or tile, and its grid."""
     family = family_of(config_with_images(folder).model_type, f"model.path {folder}")
     made = image_processor(folder)(images=[image], return_tensors="np", **family.options)
     pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
-    return pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:]), family.grid(made)
+    return pixels if pixels.ndim < 4 else pixels.reshape(-1, *pixels.shape[-3:]), family.grid(made)
 
 
 class _Pixels:

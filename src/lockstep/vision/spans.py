@@ -42,8 +42,8 @@ class ImageSpan:
     """The numbers of other tokens and of placeholder tokens, in turn. An image in several tiles has other tokens
     between the tiles. Empty: all tokens are placeholder tokens."""
 
-    both_ways: bool = False
-    """Whether the placeholder tokens attend to each other in both directions. They are then contiguous."""
+    both_ways: str = ""
+    """The layers in which the placeholder tokens attend to each other in both directions (`Family.both_ways`)."""
 
     @property
     def tokens(self) -> int:
@@ -93,6 +93,8 @@ class ImageBlock:
     """The index of each token of the image in the forward pass."""
     keys_K: torch.Tensor
     """The index of each token of the sequence: in the forward pass, or its slot in the KV cache."""
+    only_windows: bool = False
+    """Whether this holds only in layers with a sliding window."""
 
 
 @dataclass(frozen=True)

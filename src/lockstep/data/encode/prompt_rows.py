@@ -17,7 +17,7 @@ from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, PROMPTS, Colum
 from lockstep.data.encode.dialogue import SpecialText
 from lockstep.data.encode.encoding import OverLimit, after_system, as_chat, formatted, kept_span, written
 from lockstep.data.encode.image_rows import RowImages
-from lockstep.data.encode.messages import image_placeholder
+from lockstep.data.encode.messages import image_placeholder, with_image_surroundings
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.data.encode.tokenizer_cache import token_ids
 from lockstep.data.row_reader import Kept, RowCounts
@@ -361,7 +361,8 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> list[int]:
     """Returns the token ids of the prompt, ending with the generation prompt."""
     if data is not None and data.template == "none":
-        return list(tokenizer(formatted(str(question.prompt[0]["content"]), data.prompt_format))["input_ids"])
+        text = formatted(str(question.prompt[0]["content"]), data.prompt_format)
+        return list(tokenizer(with_image_surroundings(tokenizer, text))["input_ids"])
     inputs = TemplateInputs(question.tools, question.template_arguments)
     text = render_prompt(tokenizer, question.prompt, question.origin, inputs)
     refuse_dropped_by_template(text, question.prompt, question.tools, question.origin, image_placeholder(tokenizer))

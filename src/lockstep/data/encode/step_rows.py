@@ -22,11 +22,12 @@ from lockstep.data.encode.columns import ColumnFinder, filled
 from lockstep.data.encode.dialogue import Turns, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit
 from lockstep.data.encode.image_rows import RowImages
-from lockstep.data.encode.messages import refuse_not_text
+from lockstep.data.encode.messages import image_placeholder, refuse_not_text
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Message, Origin, Row, ScoredExample, StepLabels
+from lockstep.vision.spans import ImageRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -255,7 +256,7 @@ class StepWriter:
     def chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
         """Returns the text and the token ids of a chat whose last turn consists of steps with placeholders."""
         text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
-        refuse_dropped_by_template(text, messages, (), origin)
+        refuse_dropped_by_template(text, messages, (), origin, image_placeholder(self.tokenizer))
         return text, self._ids(text)
 
     def positions(self, ids: Sequence[int]) -> list[int]:
@@ -297,7 +298,7 @@ class StepRows:
             )
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:
-        columns, refs = self.columns, []
+        columns, refs = self.columns, list[ImageRef]()
         if self.images is None:
             refuse_not_text(row, "the row", origin)
         else:

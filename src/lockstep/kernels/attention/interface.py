@@ -95,6 +95,7 @@ def transformers_attention(
     chunk: int | None = getattr(module, CHUNK, None)
     dropout = dropout if module.training else 0.0
     blocks = () if isinstance(layout, DividedLayout | DecodePass) else layout.blocks
+    blocks = tuple(block for block in blocks if window or not block.only_windows)
     if blocks and chunk is not None:
         raise BeyondCausal(f"images cannot be seen in both directions in chunked attention ({type(module).__name__})")
     if isinstance(layout, Layout):
@@ -119,11 +120,13 @@ def transformers_attention(
             out = paged_attention(q, k, v, layout, call, **limits)
         else:
             out = latent_attention(module, q, k[:, 0], v[:, 0], layout, call, **limits)
-        if blocks:
-            k, v = layout.cache.fp8_layer(call) if layout.cache.fp8 else layout.cache.layer(call)
     if blocks:
+        keys: Any = k
+        values: Any = v
+        if isinstance(layout, PrefillPass):
+            keys, values = layout.cache.fp8_layer(call) if layout.cache.fp8 else layout.cache.layer(call)
         out = with_image_blocks(
-            out, q, k, v, blocks, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
+            out, q, keys, values, blocks, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
         )
     return out.reshape(rows, width, heads, -1), None
 

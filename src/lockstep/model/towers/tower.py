@@ -83,6 +83,11 @@ def add_towers(config: Any, source: str, out: Path, where: str, *, trained: bool
         return
     if not trained:
         add_tensors(out, weight_files(source) or [], names)
+    copy_processor(source, out)
+
+
+def copy_processor(source: str, out: Path) -> None:
+    """Copies the settings of the processor of images, video or audio."""
     for name in PROCESSOR:
         if (file := Path(source) / name).is_file():
             shutil.copyfile(file, out / name)

@@ -16,9 +16,9 @@ from torch import nn
 
 from lockstep.device.base import sent
 from lockstep.errors import Refusal
-from lockstep.model.text_model import LanguageModel, for_text, language_parts
+from lockstep.model.text_model import LanguageModel, for_text, language_parts, text_config
 from lockstep.model.towers.feature_cache import FeatureCache
-from lockstep.vision.families import Grid, family_of, next_tiles
+from lockstep.vision.families import ImageGrid, family_of, next_tiles
 from lockstep.vision.processors import pixels_of
 from lockstep.vision.spans import ImageInputs, ImageSpan
 
@@ -101,9 +101,14 @@ def refuse_no_towers(model: Any, settings: Model, where: str) -> None:
 
 
 def freeze_towers(model: Any, settings: Model) -> None:
-    """Excludes the towers from training unless `model.vision` is `train`."""
-    for tower in towers_of(model) if settings.vision != "train" else ():
-        tower.requires_grad_(False)
+    """Excludes all weights outside of the language model from training unless `model.vision` is `train`. Towers for
+    audio are never trained."""
+    if not towers_of(model):
+        return
+    kept = {weight for part in language_parts(model) for weight in part.parameters()}
+    for name, weight in model.named_parameters():
+        if weight not in kept and (settings.vision != "train" or "audio" in name):
+            weight.requires_grad_(False)
 
 
 class ImageEmbeddings:
@@ -139,6 +144,7 @@ class ImageEmbeddings:
         features, and the features that are added after the first layers (Qwen3-VL). Other ranks do not call this method
         at the same time if `alone` is true."""
         embedded_NTH: torch.Tensor = self.model.get_input_embeddings()(ids_NT)
+        per_layer = self._per_layer(ids_NT, images)
         device, distinct = embedded_NTH.device, () if images is None else images.distinct
         if self.trained:
             # Without images, the features of a dummy image change nothing.
@@ -147,15 +153,24 @@ class ImageEmbeddings:
         else:
             features = self._of_frozen(distinct, device, together=self._sharded and not alone)
         if images is None or not len(images.places_M):
-            return {"inputs_embeds": embedded_NTH}
+            return {"inputs_embeds": embedded_NTH, **per_layer}
         features_MF = features.index_select(0, images.features_M).to(embedded_NTH.dtype)
         first_MH, *deeper = features_MF.split(embedded_NTH.shape[-1], dim=-1)
         embedded_NTH = embedded_NTH.flatten(0, 1).index_copy(0, images.places_M, first_MH).view_as(embedded_NTH)
         if not deeper:
-            return {"inputs_embeds": embedded_NTH}
+            return {"inputs_embeds": embedded_NTH, **per_layer}
         mask_NT = torch.zeros_like(ids_NT, dtype=torch.bool)
         mask_NT.view(-1)[images.places_M] = True
         return {"inputs_embeds": embedded_NTH, "visual_pos_masks": mask_NT, "deepstack_visual_embeds": deeper}
+
+    def _per_layer(self, ids_NT: torch.Tensor, images: ImageInputs | None) -> dict[str, torch.Tensor]:
+        """Returns the embeddings of the tokens in each layer (Gemma 4), which see padding in place of an image."""
+        text = text_config(self.model.config)
+        if not getattr(text, "hidden_size_per_layer_input", 0):
+            return {}
+        if images is not None:
+            ids_NT = ids_NT.flatten().index_fill(0, images.places_M, text.pad_token_id).view_as(ids_NT)
+        return {"per_layer_inputs": self.model.get_decoder().get_per_layer_inputs(ids_NT)}
 
     @cached_property
     def cache(self) -> FeatureCache:
@@ -209,13 +224,16 @@ def _most(count: int, device: torch.device) -> int:
     return int(counts)
 
 
-def _dummy(model: Any) -> tuple[tuple[int, ...], Grid]:
+def _dummy(model: Any) -> tuple[tuple[int, ...], ImageGrid]:
     """Returns the shape of the pixels of a small image, and its grid."""
     vision = model.config.vision_config
     if family_of(model.config.model_type, type(model).__name__).three_axes:
         conv = next(part for tower in towers_of(model) for part in tower.modules() if isinstance(part, nn.Conv3d))
         merge = int(vision.spatial_merge_size)
         return (merge**2, conv.weight[0].numel()), (1, merge, merge)
+    if model.config.model_type == "gemma4":
+        side = vision.pooling_kernel_size
+        return (1, side**2, 3 * vision.patch_size**2), (1, side, side)
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     tiles = next_tiles((1, size, size), model.config) if model.config.model_type == "llava_next" else 1
     return (tiles, 3, size, size), (1, size, size)

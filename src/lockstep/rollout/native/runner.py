@@ -241,7 +241,8 @@ class Runner:
                 if image.both_ways and part.cached <= image.start < stop:
                     own = image.places()
                     arrays = first + own - part.cached, self._slots(part, 0, own[-1] + 1)
-                    blocks.append(ImageBlock(*(sent(torch.from_numpy(one), self.torch_device) for one in arrays)))
+                    rows, keys = (sent(torch.from_numpy(one), self.torch_device) for one in arrays)
+                    blocks.append(ImageBlock(rows, keys, image.both_ways == "windows"))
             first += stop - part.cached
         return tuple(blocks)
 
