@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 Parameters = Sequence[nn.Parameter]
 
@@ -72,6 +71,8 @@ _CACHES: weakref.WeakSet[FeatureCache] = weakref.WeakSet()
 
 def _equal(one: Parameters, other: Parameters) -> bool:
     """Returns whether two towers have equal weights. Sharded weights are not compared."""
+    from torch.distributed.tensor import DTensor  # takes long to import
+
     if len(one) != len(other) or any(isinstance(part, DTensor) for part in (*one, *other)):
         return False
     pairs = list(zip(one, other, strict=True))
