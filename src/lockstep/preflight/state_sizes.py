@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from lockstep.kernels.mixer_states import StateCache
 from lockstep.kernels.mixers import RECURRENT_KINDS, PackedMixer, layer_kinds, recurrent_modules, state_attributes
 from lockstep.model.check import RUN_ERRORS
 from lockstep.model.decoder import decoder_layers, inner_decoder
-from lockstep.model.text_model import LanguageModel, model_on_meta, text_config
+from lockstep.model.text_model import LanguageModel, model_on_meta, text_config, text_sizes
 
 _BYTES: dict[tuple[str, torch.dtype], int] = {}
 _KEPT: dict[str, list[RecurrentActivations | None]] = {}

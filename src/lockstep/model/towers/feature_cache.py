@@ -71,7 +71,7 @@ _CACHES: weakref.WeakSet[FeatureCache] = weakref.WeakSet()
 
 def _equal(one: Parameters, other: Parameters) -> bool:
     """Returns whether two towers have equal weights. Sharded weights are not compared."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor  # takes long to import
 
     if len(one) != len(other) or any(isinstance(part, DTensor) for part in (*one, *other)):
         return False
