@@ -118,6 +118,11 @@ def test_defaults_of_openrlhfs_programs(program: str, expected: tuple[float, int
             {"algorithm.loss": "policy_gradient", "algorithm.rollout_correction.bypass": False},
         ),
         (GRPO, [f"{A}.kl_loss_type=k3+", f"{A}.use_kl_loss=True"], {"algorithm.kl.estimator": "k3+"}),
+        # verl trains the vision tower with the language model, unless it is frozen.
+        (GRPO, ["data.image_key=images"], {"model.vision": "train"}),
+        (GRPO, ["data.image_key=images", f"{A}.freeze_vision_tower=True"], {"model.vision": "freeze"}),
+        (GRPO, ["data.image_key=images", f"{M}.lora_rank=8"], {"model.vision": "freeze", "model.lora.rank": 8}),
+        (GRPO, ["data.image_key=null"], {}),
         (GRPO, ["algorithm.adv_estimator=opo"], {"method": "opo", "algorithm.advantage": "opo"}),
         (GRPO, ["algorithm.adv_estimator=remax"], {"method": "remax"}),
         # The critic reads the aggregation of the policy if it has none.
@@ -257,6 +262,7 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
             "algorithm.gdpo_reward_weights",
             "one weight per reward",
         ),
+        ([*GRPO, "data.image_key=pictures"], "data.image_key", "rename the column"),
         ([f"{M}.path=m", "algorithm.adv_estimator=grpo"], "data.train_files", "give the paths of the training files"),
         (["data.train_files=t", "algorithm.adv_estimator=grpo"], f"{M}.path", "give the path of the model"),
         (["data.train_files=t", f"{M}.path=m"], "critic.model.path", "give the path of the critic's model"),

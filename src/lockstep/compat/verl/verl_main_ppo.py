@@ -42,6 +42,7 @@ def data_rule(done: Conversion) -> None:
             done.refuse(key, f"the column {done[key]} must have the name {name}", "rename the column")
         else:
             done.ignore(f"the column has the name {name} in lockstep, too", key)
+    images_rule(done)
     drops, cuts = "data.filter_overlong_prompts", "data.truncation"
     if done[drops]:
         done.write("data.overlong", "drop", drops)
@@ -51,6 +52,19 @@ def data_rule(done: Conversion) -> None:
     group_rule(done, "data.template_arguments", "data.apply_chat_template_kwargs")
     if done["data.seed"] is not None:
         done.write_integer("run.seed", "data.seed")
+
+
+def images_rule(done: Conversion) -> None:
+    """A command that names the column of images trains on them. verl trains the vision tower, unless it is frozen or
+    LoRA freezes all weights."""
+    column, freeze = "data.image_key", f"{A}.freeze_vision_tower"
+    adapted = any(done[f"{M}.{name}"] for name in ("lora_rank", "lora.rank", "lora_adapter_path"))
+    if not done.is_set(column, freeze) or done[column] is None:
+        done.ignore("lockstep trains on images only if the command names their column", column, freeze)
+    elif done[column] != "images":
+        done.refuse(column, f"the column {done[column]} must have the name images", "rename the column")
+    else:
+        done.write("model.vision", "freeze" if done[freeze] or adapted else "train", column, freeze)
 
 
 def model_rule(done: Conversion) -> None:
