@@ -294,9 +294,9 @@ def test_a_checkpoint_is_not_ahead_of_its_tape(
         time.sleep(0.2)
         write(self, record)
 
-    def watched(self: Checkpointer, *given: object) -> None:
+    def watched(self: Checkpointer, *given: object, **named: object) -> None:
         seen.append(TapeFolder(self.run.folder.tape).steps())
-        save(self, *given)  # type: ignore[arg-type]
+        save(self, *given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TapeFolder, "write_step", late)
     monkeypatch.setattr(Checkpointer, "save", watched)

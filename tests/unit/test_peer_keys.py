@@ -14,8 +14,9 @@ from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whiten
 from lockstep.data.dataset import Loader, steps_and_rows
 from lockstep.data.encode.chat_template import with_arguments
 from lockstep.data.encode.encoding import Encoding
-from lockstep.data.encode.prompt_rows import QuestionColumns, prompt_ids, question_of, with_format
+from lockstep.data.encode.prompt_rows import QuestionColumns, prompt_ids, read_questions, with_format
 from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
+from lockstep.data.sources.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_data import Data
@@ -193,14 +194,16 @@ def test_a_response_that_met_the_limit_loses_score(tmp_path: Path, cut: float, s
 
 def test_online_rows_with_columns_of_their_own(tmp_path: Path) -> None:
     row = {"question": "1+1?", "answer": 2, "chat": [{"role": "user", "content": "hi"}]}
-    found = question_of(row, Origin("f", 1), QuestionColumns("question", "answer", "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    rows = read_rows(str(tmp_path / "rows.jsonl"))
+    (found,) = read_questions(rows, columns=QuestionColumns("question", "answer", "rows.jsonl"))
     assert (found.data_source, found.prompt, found.ground_truth) == (
         "rows.jsonl", [{"role": "user", "content": "1+1?"}], "2",
     )  # fmt: skip
-    unjudged = question_of(row, Origin("f", 1), QuestionColumns("chat", "", "rows.jsonl"))
+    (unjudged,) = read_questions(rows, columns=QuestionColumns("chat", "", "rows.jsonl"))
     assert (unjudged.prompt, unjudged.ground_truth) == (row["chat"], "")
     with pytest.raises(Refusal, match="data_source"):
-        question_of(row, Origin("f", 1), QuestionColumns("question", "answer", required=frozenset({"data_source"})))
+        read_questions(rows, columns=QuestionColumns("question", "answer", required=frozenset({"data_source"})))
 
 
 def test_a_format_around_the_prompt_inside_the_chat(tiny_folder: Path) -> None:

@@ -33,6 +33,7 @@ from lockstep.model.load import load_config, load_policy, load_value_model, with
 from lockstep.model.load_folder import load_transformers, spread, stream_transformers
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
+from lockstep.parallel import slice_reader
 from lockstep.parallel.sharding import Sharding
 from lockstep.parallel.world import World
 from lockstep.recipe.loader import load_recipe
@@ -188,7 +189,10 @@ def test_a_fresh_adapter_starts_as_in_one_process(tiny_folder: Path, sharding: S
         assert parameter.requires_grad == theirs[name].requires_grad
 
 
-def test_no_more_than_a_share_and_one_tensor_is_held(tiny_folder: Path, sharding: Sharding) -> None:
+def test_no_more_than_a_share_and_one_tensor_of_each_thread_is_held(
+    tiny_folder: Path, sharding: Sharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slice_reader, "THREADS", 1)  # the measure sees one thread
     sizes = {name: tensor.nbytes for name, tensor in load_file(tiny_folder / "model.safetensors").items()}
     with Held() as held:
         model = loaded(tiny_folder, sharding)

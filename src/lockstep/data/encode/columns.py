@@ -188,6 +188,8 @@ class ColumnFinder:
     available: Sequence[str]
     partly: Mapping[str, int] = field(default_factory=dict)
     """For each column that only some rows have, the number of rows that have it."""
+    also_read: set[str] = field(default_factory=set)
+    """Columns that are read beside those of the row format, such as images."""
 
     def setting(self, key: str) -> str:
         """Returns the source's value of `key`, or else that of the recipe's `data`; empty if neither is set."""
@@ -218,7 +220,7 @@ class ColumnFinder:
     def unread(self, *used: str) -> str:
         """Returns a text for the data report: the names of the columns that are not read."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
-        left = [column for column in self.available if column not in tops]
+        left = [column for column in self.available if column not in tops | self.also_read]
         names = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
         return f"; not read: {', '.join(names)}" if left else ""
 

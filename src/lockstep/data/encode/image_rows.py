@@ -34,7 +34,10 @@ class RowImages:
     @classmethod
     def of(cls, folder: str | None, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase) -> RowImages | None:
         """Returns the reader of a source, or None without a model folder."""
-        return None if folder is None else cls(folder, tokenizer, finder.source.path)
+        if folder is None:
+            return None
+        finder.also_read.update(COLUMNS)
+        return cls(folder, tokenizer, finder.source.path)
 
     def read(self, row: Row, keys: Sequence[str], origin: Origin) -> tuple[Row, list[ImageRef]]:
         """Returns the row with a placeholder text for each image in the columns `keys`, and the images in order."""

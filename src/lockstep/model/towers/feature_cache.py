@@ -58,6 +58,11 @@ class FeatureCache:
         self._bytes += kept.nbytes
         self._trim()
 
+    def clear(self) -> None:
+        """Forgets all images and counts."""
+        self._kept.clear()
+        self._bytes = self.hits = self.misses = 0
+
     def _trim(self) -> None:
         """Forgets the images that were not used for the longest time, while all caches of the process together are over
         the bound."""
