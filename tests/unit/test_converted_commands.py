@@ -327,6 +327,15 @@ def test_programs_that_are_refused(convert: Callable[..., Conversion], program: 
     assert remedy in problem.remedy
 
 
+@pytest.mark.parametrize(
+    ("words", "different"), [([], False), (["lr_scheduler_type=cosine"], True), (["lr_warmup_steps=5"], True)]
+)
+def test_a_schedule_does_not_wait_for_the_critic(words: list[str], different: bool) -> None:
+    done = convert_verl("main_ppo", [*PPO, "trainer.critic_warmup=3", *(f"{A}.optim.{word}" for word in words)])
+    assert values(done)["critic.warmup"] == 2
+    assert ("trainer.critic_warmup" in done.decided) == different
+
+
 def test_verl_0_4_returns_the_score_of_the_reward_model_alone() -> None:
     done = convert_verl("main_ppo", [*GRPO, *BOTH_REWARDS, "+custom_reward_function.reward_kwargs.a=1"], version="0.4")
     recipe = checked(done)

@@ -29,6 +29,7 @@ from lockstep.compat.verl.verl_rules import (
 
 A, M, R = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 UNSET = "is not set, and verl's default is a folder on its authors' machines"
+EARLY_SCHEDULE = "the learning rate of the policy follows its schedule in these steps too; in verl the schedule waits"
 FULL_RATIO = "as in verl: the trainer uses log-probs of the untruncated distribution, so ratios are inexact"
 
 
@@ -204,7 +205,10 @@ def critic_rule(done: Conversion) -> None:
     if kind is not None:
         note = SUM_NORM["0.9" if done.since("0.8") else "0.4"] if kind == "seq_mean_token_sum_norm" else ""
         done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode", note=note)
-    done.write("critic.warmup", max(0, done.integer("trainer.critic_warmup") - 1), "trainer.critic_warmup")
+    steps = max(0, done.integer("trainer.critic_warmup") - 1)
+    written = {key: done.recipe[key].value for key in ("optim.schedule", "optim.warmup") if key in done.recipe}
+    changes = written.get("optim.schedule") != "constant" or bool(written.get("optim.warmup"))
+    done.write("critic.warmup", steps, "trainer.critic_warmup", note=EARLY_SCHEDULE if steps and changes else "")
 
 
 def ppo_keep_rule(done: Conversion) -> None:
