@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from lockstep.data.prepare.generated import write_arithmetic, write_preferences
+from lockstep.data.prepare.squares import SQUARES_SOURCE, write_squares
 from lockstep.errors import Refusal, unwritten
 from lockstep.launch.launcher import is_rank
 from lockstep.model.load import load_config, load_tokenizer
@@ -27,6 +28,7 @@ from lockstep.model.pretrained import pretrained
 from lockstep.model.resolve import model_folder
 from lockstep.model.text_model import FullModel, text_config
 from lockstep.model.tiny import write_tiny
+from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import checked_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE, PAIR_COLUMNS, STEP_COLUMNS, SUPERVISED_COLUMNS
@@ -41,9 +43,13 @@ KEPT = ("vocab_size", "vocab_size_per_layer_input", "bos_token_id", "eos_token_i
 TINY = {"hidden": 64, "layers": 2}
 
 
-def small_model(path: str, folder: Path, seed: int = 0) -> str:
+def small_model(path: str, folder: Path, seed: int = 0, *, vision: bool = False) -> str:
     """Writes a small replacement of the model at `path` to `folder` and returns its description. If there is no model
-    at `path`, or its architecture cannot be reduced, the embedded tiny model is used."""
+    at `path`, or its architecture cannot be reduced, the embedded tiny model is used. With `vision` it is the tiny
+    vision-language model, because a miniature of another tower may not fit its image processor."""
+    if vision:
+        write_tiny_vlm(folder, seed=seed, **TINY)
+        return "the tiny vision-language model"
     source = local_folder(path)
     if source is None:
         write_tiny(folder, seed=seed, **TINY)
@@ -137,7 +143,7 @@ class Smoke:
     def __init__(self, recipe: Recipe, folder: Path):
         self.given, self.folder = recipe, folder
         self.values = resolved(recipe)
-        self.online = recipe.method in ONLINE
+        self.online, self.vision = recipe.method in ONLINE, recipe.model.vision is not None
         self.changes: list[tuple[str, str]] = []
 
     def recipe(self) -> Recipe:
@@ -160,7 +166,7 @@ class Smoke:
 
     def _models(self) -> None:
         values, model = self.values, self.folder / "model"
-        self.changes.append(("model", small_model(values["model"]["path"], model)))
+        self.changes.append(("model", small_model(values["model"]["path"], model, vision=self.vision)))
         values["model"]["path"] = str(model)
         lora = values["model"]["lora"]
         if lora is not None and lora["adapter"] is not None:
@@ -188,7 +194,7 @@ class Smoke:
         """Writes a teacher model whose weights differ from the student's, so that distillation has a signal."""
         folder = self.folder / "teacher"
         if not folder.exists():
-            small_model(self.given.model.path, folder, seed=1)
+            small_model(self.given.model.path, folder, seed=1, vision=self.vision)
         return str(folder)
 
     def _reward_models(self, reward: dict[str, Any], model: Path) -> None:
@@ -259,7 +265,9 @@ class Smoke:
         val["questions"] = val["question_rows"] = None
         columns = () if self.online else OFFLINE[self.given.method].columns
         if self.online or columns == SUPERVISED_COLUMNS:
-            write_arithmetic(folder, train_rows=ROWS, val_rows=8)
+            (write_squares if self.vision else write_arithmetic)(folder, train_rows=ROWS, val_rows=8)
+            if self.vision and self.online:
+                self.values["reward"]["rules"] = {**(self.values["reward"]["rules"] or {}), SQUARES_SOURCE: "exact"}
             names = ("train", None) if self.online else ("sft_train", "sft_val")
             val["questions"] = str(folder / "val.parquet")
             if not self.online and data["prompt_format"] is not None:
@@ -329,10 +337,11 @@ class Smoke:
     def _tape(self) -> None:
         lora = self.values["model"]["lora"]
         asynchronous = self.online and self.values["rollout"]["max_staleness"] is not None
-        record = not asynchronous and not (lora and lora["dropout"])
-        if not record:
-            self.changes.append(("tape", "off: " + ("asynchronous generation" if asynchronous else "dropout")))
-        self.values["tape"].update(record=record, steps=STEPS, every=1)
+        without = "asynchronous generation" if asynchronous else "dropout" if lora and lora["dropout"] else ""
+        without = without or ("images" if self.vision else "")
+        if without:
+            self.changes.append(("tape", f"off: {without}"))
+        self.values["tape"].update(record=not without, steps=STEPS, every=1)
 
 
 def _exists(path: str) -> bool:
