@@ -266,8 +266,9 @@ class Smoke:
         columns = () if self.online else OFFLINE[self.given.method].columns
         if self.online or columns == SUPERVISED_COLUMNS:
             (write_squares if self.vision else write_arithmetic)(folder, train_rows=ROWS, val_rows=8)
-            if self.vision and self.online:
-                self.values["reward"]["rules"] = {**(self.values["reward"]["rules"] or {}), SQUARES_SOURCE: "exact"}
+            if self.vision:
+                scored = self.values["reward"] if self.online else val
+                scored["rules"] = {**(scored["rules"] or {}), SQUARES_SOURCE: "exact"}
             names = ("train", None) if self.online else ("sft_train", "sft_val")
             val["questions"] = str(folder / "val.parquet")
             if not self.online and data["prompt_format"] is not None:
