@@ -162,6 +162,15 @@ def test_generated_rows_have_a_prompt_column_for_a_prompt_format(tmp_path: Path)
     assert row["extra_info"].keys() >= {"question", "answer"}
 
 
+def test_generated_pairs_are_plain_text_without_a_template(tmp_path: Path) -> None:
+    """OpenRLHF's programs without --apply_chat_template read plain text."""
+    values = {"method": "dpo", "model": {"path": "none"}, "data": {"train": "none.jsonl", "template": "none"}}
+    Smoke(checked_recipe(values), tmp_path).recipe()
+    for split in ("train", "val"):
+        (row, *_) = pq.read_table(tmp_path / "data" / f"pairs_{split}.parquet").to_pylist()
+        assert all(isinstance(row[name], str) for name in ("prompt", "chosen", "rejected"))
+
+
 def test_bad_input_is_refused_as_in_training(place: Path) -> None:
     values = {"device": "cpu", "model": {"path": str(place / "tiny")}, "data": {"train": str(place / "pairs.jsonl")}}
     with pytest.raises(Refusal, match=r"pairs\.jsonl"):

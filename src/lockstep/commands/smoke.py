@@ -11,10 +11,12 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError
 
@@ -280,6 +282,8 @@ class Smoke:
             kind = "steps" if columns == STEP_COLUMNS else "pairs"
             assert kind == "steps" or set(columns) & set(PAIR_COLUMNS)
             names = (f"{kind}_train", f"{kind}_val")
+            if data["template"] == "none":
+                _as_plain_text([folder / f"{name}.parquet" for name in names])
         data["train"] = [{"path": str(folder / f"{names[0]}.parquet")}]
         data["val"] = [{"path": str(folder / f"{names[1]}.parquet")}] if names[1] else []
         data.setdefault("reader", None)
@@ -343,6 +347,16 @@ class Smoke:
         if without:
             self.changes.append(("tape", f"off: {without}"))
         self.values["tape"].update(record=not without, steps=STEPS, every=1)
+
+
+def _as_plain_text(files: Sequence[Path]) -> None:
+    """Replaces the lists of one message in rows by the text of the message."""
+    for file in files:
+        rows = pq.read_table(file).to_pylist()
+        for row in rows:
+            lists = {key: value for key, value in row.items() if isinstance(value, list) and isinstance(value[0], dict)}
+            row.update({key: message["content"] for key, (message,) in lists.items()})
+        pq.write_table(pa.Table.from_pylist(rows), file)
 
 
 def _exists(path: str) -> bool:
