@@ -11,7 +11,8 @@ import re
 
 import pytest
 
-from lockstep.compat.shell import MARK, read_script
+from lockstep.compat.shell import read_script
+from lockstep.compat.shell_expansion import MARK
 from real_scripts import FOLDER, outcome_of, problems_of, real_scripts, recorded
 
 SCRIPTS = real_scripts()

@@ -1,20 +1,22 @@
-"""Parses shell scripts into commands and raw words with line numbers; evaluates conditions and `${X%...}` operations.
+"""Parses shell scripts into a tree of commands, with raw words and line numbers. Variables are not expanded.
 
 The parser handles comments, quotes, line continuations, `;` `&&` `||` `|` `&`, here-documents, arrays, redirections,
-functions (`name()` becomes `function name`) and nested `$(...)`, `${...}` and `$((...))`. The parser skips the patterns
-of `case` branches and does not expand variables.
+`if`, `case`, loops, functions, subshells, `((...))` and nested `$(...)`, `${...}` and `$((...))`.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 _ENDS = ";&|\n()"
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)([A-Za-z_][\w]*)\2")
 _FUNCTION = re.compile(r"(?:function[ \t]+)?([A-Za-z_][\w-]*)[ \t]*\([ \t]*\)")
+# Words that are a command of their own at the start of a command.
+_KEYWORDS = ("if", "then", "elif", "else", "fi", "while", "until", "do", "done", "{", "}")
+# Words before a command that do not change what it does.
+_PREFIXES = ("time", "exec", "nohup")
 _REDIRECTION = re.compile(r"(\d*|&)(>>|>&|>\||<>|<<<|>|<)&?\s*")
 
 
@@ -33,17 +35,146 @@ class RawCommand:
     words: list[RawWord] = field(default_factory=list)
     heredoc: str | None = None
     quoted_heredoc: bool = False
-    conditional: bool = False
-    """Whether the command follows `&&` or `||`, so that the result of another command decides whether it runs."""
+    here_string: RawWord | None = None
+    """The word after `<<<`."""
+    operator: str = ""
+    """`&&`, `||` or `|`, if the command follows it."""
+    negated: bool = False
+    """Whether `!` precedes the command."""
+    keyword: str = ""
+    """The keyword (`if`, `then`, ...), bracket or `;;` that the command is."""
+    patterns: tuple[RawWord, ...] | None = None
+    """The patterns of a branch of `case`."""
 
     @property
     def line(self) -> int:
         return self.words[0].line
 
 
-def commands_of(script: str) -> list[RawCommand]:
-    """Returns the simple commands of a script in order, including the commands in loops and conditions."""
-    return _Reader(script).commands()
+@dataclass
+class ShellIf:
+    branches: list[tuple[list[ShellNode] | None, list[ShellNode]]]
+    """Condition and body of each branch; `else` has no condition."""
+    operator: str = ""
+
+
+@dataclass
+class ShellCase:
+    word: RawWord
+    branches: list[tuple[tuple[RawWord, ...], list[ShellNode]]]
+    operator: str = ""
+
+
+@dataclass
+class ShellLoop:
+    head: RawCommand
+    """`for NAME in WORDS`, or the keyword `while` or `until`."""
+    condition: list[ShellNode]
+    body: list[ShellNode]
+    operator: str = ""
+
+
+@dataclass
+class ShellFunction:
+    name: str
+    body: list[ShellNode]
+    operator: str = ""
+
+
+@dataclass
+class ShellGroup:
+    """`{ ...; }` or, with its own variables, `( ... )`."""
+
+    body: list[ShellNode]
+    subshell: bool
+    operator: str = ""
+
+
+ShellNode = RawCommand | ShellIf | ShellCase | ShellLoop | ShellFunction | ShellGroup
+
+
+def nodes_of(script: str) -> list[ShellNode]:
+    """Returns the commands of a script as a tree."""
+    tree = _Tree(_Reader(script).commands())
+    nodes: list[ShellNode] = []
+    while tree.rest():
+        nodes += tree.nodes(())
+        tree.at += 1  # a keyword that closes nothing
+    return nodes
+
+
+class _Tree:
+    """Builds the tree from the commands and keywords of a script. A block that is not closed ends with the script."""
+
+    def __init__(self, commands: list[RawCommand]):
+        self.commands, self.at = commands, 0
+
+    def rest(self) -> bool:
+        return self.at < len(self.commands)
+
+    def nodes(self, ends: Collection[str]) -> list[ShellNode]:
+        """Reads commands up to one of the keywords `ends`, or up to a keyword that belongs to an outer block."""
+        found: list[ShellNode] = []
+        while self.rest():
+            command = self.commands[self.at]
+            if command.keyword in ends or command.keyword in (*_CLOSING, ";;") or command.patterns is not None:
+                break
+            self.at += 1
+            found.append(self._node(command))
+        return found
+
+    def _node(self, command: RawCommand) -> ShellNode:
+        before, first = command.operator, command.words[0].text
+        if command.keyword == "if":
+            return ShellIf(self._branches(), before)
+        if command.keyword in ("while", "until") or (first in ("for", "select") and not command.keyword):
+            condition = self.nodes(("do",))
+            self._past("do")
+            body = self.nodes(("done",))
+            self._past("done")
+            return ShellLoop(command, condition, body, before)
+        if command.keyword in ("{", "("):
+            return ShellGroup(self._body(command.keyword), command.keyword == "(", before)
+        if command.keyword == "function":
+            opens = self.commands[self.at].keyword if self.rest() else ""
+            self.at += opens in ("{", "(")
+            return ShellFunction(command.words[1].text, self._body(opens or "{"), before)
+        if command.keyword == "case":
+            return ShellCase(command.words[1], self._cases(), before)
+        return command
+
+    def _past(self, keyword: str) -> None:
+        if self.rest() and self.commands[self.at].keyword == keyword:
+            self.at += 1
+
+    def _body(self, opens: str) -> list[ShellNode]:
+        closes = "}" if opens == "{" else ")"
+        body = self.nodes((closes,))
+        self._past(closes)
+        return body
+
+    def _branches(self) -> list[tuple[list[ShellNode] | None, list[ShellNode]]]:
+        branches: list[tuple[list[ShellNode] | None, list[ShellNode]]] = []
+        keyword = "if"
+        while keyword in ("if", "elif", "else"):
+            condition = None if keyword == "else" else self.nodes(("then",))
+            self._past("then")
+            branches.append((condition, self.nodes(("elif", "else", "fi"))))
+            keyword = self.commands[self.at].keyword if self.rest() else "fi"
+            self._past(keyword)
+        return branches
+
+    def _cases(self) -> list[tuple[tuple[RawWord, ...], list[ShellNode]]]:
+        branches = []
+        while self.rest() and (patterns := self.commands[self.at].patterns) is not None:
+            self.at += 1
+            branches.append((patterns, self.nodes((";;", "esac"))))
+            self._past(";;")
+        self._past("esac")
+        return branches
+
+
+_CLOSING = ("then", "elif", "else", "fi", "do", "done", "}", ")", "esac")
 
 
 class _Reader:
@@ -54,6 +185,8 @@ class _Reader:
         self.waiting: list[tuple[RawCommand, str, bool, bool]] = []
         self.pattern = False
         """Whether the next text is a pattern of a `case` branch."""
+        self.subshells = 0
+        """The number of open subshells."""
 
     def commands(self) -> list[RawCommand]:
         while self.at < len(self.text):
@@ -72,45 +205,97 @@ class _Reader:
             self._skip((end if end >= 0 else len(self.text)) - self.at)
         elif self.pattern and sign not in "\n":
             self._case_pattern()
+        elif self._in_test():
+            self._test_word()
         elif self.text.startswith(";;", self.at):
             self._end()
-            self._skip(2)
+            self._keyword(";;", 2)
             self.pattern = True
         elif self.text.startswith(("&&", "||"), self.at):
             self._end()
+            self.current.operator = self.text[self.at : self.at + 2]
             self._skip(2)
-            self.current.conditional = True
+        elif self.text.startswith("((", self.at) and [word.text for word in self.current.words] in ([], ["for"]):
+            end = closing(self.text, self.at)
+            expression = self.text[self.at + 2 : end - 1]
+            self.current.words += [RawWord("((", self.line), RawWord(expression, self.line)]
+            self._skip(end + 1 - self.at)
+        elif (sign == "(" and not self.current.words) or (sign == ")" and self.subshells):
+            if sign == ")":
+                self._end()
+            self.subshells += 1 if sign == "(" else -1
+            self._keyword(sign, 1)
         elif sign in _ENDS:
             self._end()
+            self.current.operator = "|" if sign == "|" else ""
             self._skip(1)
             if sign == "\n":
                 self._heredocs()
         elif not self.current.words and (function := _FUNCTION.match(self.text, self.at)):
-            self.current.words += [RawWord("function", self.line), RawWord(function[1], self.line)]
+            self._function(function[1])
             self._skip(function.end() - self.at)
-            self._end()
         elif heredoc := _HEREDOC.match(self.text, self.at):
             self.waiting.append((self.current, heredoc[3], bool(heredoc[2]), bool(heredoc[1])))
             self._skip(heredoc.end() - self.at)
         elif self._redirected():
             pass
         else:
-            self.current.words.append(self._word())
-            words = self.current.words
-            if len(words) > 2 and words[0].text == "case" and words[-1].text == "in":
-                self._end()
-                self.pattern = True
+            self._append(self._word())
+
+    def _append(self, word: RawWord) -> None:
+        words = self.current.words
+        if not words and word.text in _PREFIXES:
+            return
+        if not words and word.text == "!":
+            self.current.negated = not self.current.negated
+            return
+        words.append(word)
+        texts = [each.text for each in words]
+        if len(words) == 1 and (word.text in _KEYWORDS or word.text == "esac"):
+            self.current.keyword = word.text
+            self._end()
+        elif len(words) == 2 and texts[0] == "function":
+            self._function(word.text)
+        elif len(words) > 2 and texts[0] == "case" and texts[-1] == "in":
+            self.current.keyword = "case"
+            self._end()
+            self.pattern = True
+
+    def _keyword(self, text: str, size: int) -> None:
+        self.current.words, self.current.keyword = [RawWord(text, self.line)], text
+        self._skip(size)
+        self._end()
+
+    def _function(self, name: str) -> None:
+        self.current.words = [RawWord("function", self.line), RawWord(name, self.line)]
+        self.current.keyword = "function"
+        self._end()
+
+    def _in_test(self) -> bool:
+        """Returns whether the next text is inside `[[ ... ]]`, where `&&`, `<` and brackets are words."""
+        words = self.current.words
+        return bool(words) and words[0].text == "[[" and words[-1].text != "]]" and self.text[self.at] not in "\n;"
+
+    def _test_word(self) -> None:
+        sign = self.text[self.at : self.at + 2]
+        size = 2 if sign in ("&&", "||") else 1 if sign[0] in "()<>" else 0
+        self.current.words.append(RawWord(sign[:size], self.line) if size else self._word())
+        self._skip(size)
 
     def _case_pattern(self) -> None:
-        """Skips a pattern `a | b)` of `case`."""
+        """Reads the patterns `a | b)` of a branch of `case`."""
         self.pattern = False
         if re.match(r"esac\b", self.text[self.at :]):
             return
         if self.text[self.at] == "(":
             self._skip(1)
+        patterns, line = [""], self.line
         while self.at < len(self.text) and self.text[self.at] != ")":
-            self._piece()
+            piece = self._piece()
+            patterns = [*patterns, ""] if piece == "|" else [*patterns[:-1], patterns[-1] + piece]
         self._skip(1)
+        words = [RawWord(pattern.strip(), line) for pattern in patterns]
+        self.result.append(RawCommand(words, patterns=tuple(words)))
 
     def _redirected(self) -> bool:
         """Skips a redirection: `2>&1`, `> file`."""
@@ -119,7 +304,9 @@ class _Reader:
             return False
         self._skip(match.end() - self.at)
         if self.at < len(self.text) and self.text[self.at] not in " \t\n" + _ENDS:
-            self._word()
+            word = self._word()
+            if match[2] == "<<<":
+                self.current.here_string = word
         return True
 
     def _end(self) -> None:
@@ -240,112 +427,3 @@ def closing_quote(text: str, start: int) -> int:
 def _position(text: str, sign: str, start: int) -> int:
     at = text.find(sign, start)
     return at if at >= 0 else len(text)
-
-
-# Conditions ----------------------------------------------------------------------------------------------------------
-
-_COUNTS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda a, b: a == b,
-    "-ne": lambda a, b: a != b,
-    "-gt": lambda a, b: a > b,
-    "-ge": lambda a, b: a >= b,
-    "-lt": lambda a, b: a < b,
-    "-le": lambda a, b: a <= b,
-}
-
-
-def holds(words: Sequence[str], mark: str) -> bool | None:
-    """Evaluates `[ -z "$X" ]`, `[[ $N -gt 4 ]]` and similar tests. Returns None for other commands, and for words that
-    contain `mark`, which marks unknown values."""
-    if words[:1] == ["!"]:
-        inner = holds(words[1:], mark)
-        return None if inner is None else not inner
-    if words[:1] == ["true"] or words[:1] == ["false"]:
-        return words[0] == "true"
-    if not words or words[0] not in ("[", "[[", "test") or any(mark in word for word in words):
-        return None
-    inside = list(words[1:] if words[0] == "test" else words[1:-1])
-    if inside[:1] == ["!"]:
-        inner = holds(["test", *inside[1:]], mark)
-        return None if inner is None else not inner
-    if len(inside) == 2 and inside[0] in ("-z", "-n"):
-        return (not inside[1]) == (inside[0] == "-z")
-    if len(inside) != 3:
-        return None
-    left, sign, right = inside
-    if sign in _COUNTS:
-        return _COUNTS[sign](int(left), int(right)) if _is_integer(left) and _is_integer(right) else None
-    if sign in ("=", "==", "!="):
-        # [[ ]] treats the right operand as a glob pattern.
-        same = fnmatch.fnmatchcase(left, right) if words[0] == "[[" else left == right
-        return same == (sign != "!=")
-    return None
-
-
-def _is_integer(text: str) -> bool:
-    return text.lstrip("-").isdigit()
-
-
-# Operations on values ------------------------------------------------------------------------------------------------
-
-
-def cut(value: str, how: str, filled: Callable[[str], str]) -> str | None:
-    """Evaluates `${X%/}`, `${X##*/}`, `${X//./_}`, `${X:0:3}` ...; `how` follows the name. None if unsupported."""
-    if how[0] in "#%":
-        twice = how[:2] in ("##", "%%")
-        return _without(value, _glob(filled(how[2 if twice else 1 :])), at_end=how[0] == "%", longest=twice)
-    if how[0] == "/":
-        return _replaced(value, how[1:], filled)
-    if how[0] == ":":
-        return _part(value, filled(how[1:]))
-    if how in ("^^", ",,"):
-        return value.upper() if how == "^^" else value.lower()
-    if how in ("^", ","):
-        return (value[:1].upper() if how == "^" else value[:1].lower()) + value[1:]
-    return None
-
-
-def _glob(pattern: str) -> str:
-    """Converts a shell pattern for fnmatch, which has no quotes or backslashes: `\\*` and `"*"` mean a literal `*`."""
-
-    def literal(text: str) -> str:
-        return re.sub(r"[*?[]", r"[\g<0>]", text)
-
-    return re.sub(r"\\(.)|\"([^\"]*)\"|'([^']*)'", lambda m: literal(m[1] or m[2] or m[3] or ""), pattern)
-
-
-def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
-    """Removes the shortest or longest prefix or suffix that matches the pattern."""
-    sizes = range(len(value), -1, -1) if longest else range(len(value) + 1)
-    for size in sizes:
-        piece = value[len(value) - size :] if at_end else value[:size]
-        if fnmatch.fnmatchcase(piece, pattern):
-            return value[: len(value) - size] if at_end else value[size:]
-    return value
-
-
-def _replaced(value: str, how: str, filled: Callable[[str], str]) -> str:
-    """Evaluates the part of `${X/...}` after the first slash.
-
-    `pattern/text` replaces the first match, `/pattern/text` all matches, `#pattern/text` a match at the start,
-    `%pattern/text` a match at the end.
-    """
-    mode, how = (how[0], how[1:]) if how[:1] in ("/", "#", "%") else ("", how)
-    parts = re.match(r"((?:\\.|[^/\\])*)/?(.*)", how, re.DOTALL)
-    pattern, text = (parts[1], parts[2]) if parts else (how, "")
-    regex = fnmatch.translate(_glob(filled(pattern))).removeprefix("(?s:").rsplit(")", 1)[0]
-    regex = {"#": f"^(?:{regex})", "%": f"(?:{regex})$"}.get(mode, regex)
-    replacement = filled(text)
-    return re.sub(regex, lambda _: replacement, value, count=0 if mode == "/" else 1, flags=re.DOTALL)
-
-
-def _part(value: str, how: str) -> str | None:
-    numbers = [part.strip() for part in how.split(":")]
-    if not all(re.fullmatch(r"-?\d+", number) for number in numbers) or len(numbers) > 2:
-        return None
-    start = int(numbers[0])
-    rest = value[start:]
-    if len(numbers) == 1:
-        return rest
-    length = int(numbers[1])
-    return rest[:length]

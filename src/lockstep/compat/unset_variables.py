@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from lockstep.compat.command_grammar import is_dotted
 from lockstep.compat.key_table import KeyRow, load_tables, row_of, table_rows
-from lockstep.compat.shell import MARK, Word
+from lockstep.compat.shell import Word
+from lockstep.compat.shell_expansion import MARK
 from lockstep.errors import Problem
 
 # Recipe keys that name a run and its files.
