@@ -114,6 +114,55 @@ def test_constructs_of_scripts(line: str) -> None:
     assert our_words(script) == expected
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "M=big\ncase $M in small) X=1;; big) X=2;; *) X=3;; esac\nrun $X",
+        'case "$N" in\n  1|2)\n    X=1\n    ;;\n  7*)\n    X=2\n    ;;\nesac\nrun $X',
+        "X=1\n[ $N = 7 ] && X=5\nrun $X",
+        "X=1\n[[ $N == 1 ]] || X=5\nrun $X",
+        "[[ $N == 1 ]] && X=5 || X=7\nrun $X",
+        "if [[ $N == 1 || $N == 3 ]]; then X=1; else X=2; fi\nrun $X",
+        "if [ $N = 7 ] && [ $N = 3 ]; then X=1; else X=2; fi\nrun $X",
+        "if [ $N = 7 -a $N = 3 ]; then X=1; else X=2; fi\nrun $X",
+        "if ! [[ $A == al* && $N -gt 3 ]]; then X=1; else X=2; fi\nrun $X",
+        "if (( N > 3 && N != 5 )); then X=1; else X=2; fi\nrun $X",
+        "((N++)); ((N *= 2)); (( M = N + 1 )); let K=M*2; run $N $M $K",
+        "run $((N>5 ? 1 : 2)) $((N == 7)) $((N & 3)) $((0x10)) $((010)) $((!N))",
+        'for v in a b c; do K+=("k=$v"); Y="${Y:-}$v"; done\nrun "${K[@]}" $Y',
+        "for ((i = 0; i < 3; i++)); do Y=$i; done; run $Y $i",
+        "i=0; while [ $i -lt 4 ]; do i=$((i + 2)); done; run $i",
+        'while [[ $# -gt 0 ]]; do case $1 in vllm) E=$1; shift;; *) break;; esac; done\nrun $E "$@"',
+        "for v in a b c; do if [ $v = b ]; then continue; fi; Y=$v; [ $v = b ] && break; done\nrun $Y",
+        'set -- x "y z"\nrun $# "$@"',
+        "unset A; run ${A:-gone}",
+        "A=beta run $A\nrun $A",
+        "f() { local A=inner B; B=2; run $A $B; }\nf\nrun $A ${B-none}",
+        "f() { if [ $N = 7 ]; then return; fi; run no; }\nf; run yes",
+        "A=1; (A=2; run in $A); run $A",
+        "run last\nexit 0\nrun never",
+        'L[1]=new\nrun "${L[@]}" ${L[-1]} "${L[@]:1}" ${!L[@]} "${L[@]/#/--}" ${L[N - 5]}',
+        'declare -a D=(a b)\nreadonly -a R=(c)\ndeclare -i I=5\nrun "${D[@]}" ${R[0]} $I',
+        "declare -A M=([a]=1 [b-c]=2)\nM[d]=3\nK=d\nrun ${M[a]} ${M[b-c]} ${M[$K]}",
+        'run "pre ${L[@]} post" "${L[*]}"',
+        'IFS=,\nX="${L[*]}"\nIFS=\' \'\nrun "$X"',
+        "IFS=, read -ra P <<< 'a,b c,d'\nread F G <<< 'x y z'\nrun \"${P[@]}\" $F \"$G\"",
+        "run {a,b}.parquet x{1..3} '{a,b}' \"{a,b}\" ${A}{1,2} {solo} {3..1}",
+        'run ${UNSET:-"c d"} "${UNSET:-c d}" ${UNSET:-c d}',
+        "X=A; run ${!X}",
+        "run a \\\n `# a comment` \\\n b",
+        ": ${UNSET:=5}\nrun $UNSET",
+        "f() {\n  case $1 in\n    a) run A;;\n    *) run other;;\n  esac\n}\nf b",
+        "{ run a; run b; } && run c",
+        "if true; then for v in 1; do if [ $v = 1 ]; then run one; fi; done; else run no; fi",
+    ],
+)
+def test_control_flow(script: str) -> None:
+    expected = bash_words(SETUP + script)
+    assert expected
+    assert our_words(SETUP + script) == expected
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_words(seed: int) -> None:
     """Words of random parts: quotes, variables, operations and arithmetic next to each other."""
@@ -139,3 +188,21 @@ def test_random_words(seed: int) -> None:
     parts += [f"${{P{op}}}" for op in TEXT_OPERATIONS] + [f"$(({expression}))" for expression in ARITHMETIC]
     words = ["".join(draw.choices(parts, k=draw.randint(1, 4))) for _ in range(300)]
     assert_same([f"run {' '.join(words[i : i + 3])}" for i in range(0, len(words), 3)])
+
+
+def test_what_a_conversion_cannot_know_is_remarked() -> None:
+    script = read_script(
+        "X=1\nsource env.sh\nsource venv/bin/activate\nfor v in a b; do run $v $X; done\nexit\nrun late"
+    )
+    assert [[word.text for word in command] for command in script.commands] == [["run", "a", "1"]]
+    assert script.remarks == [
+        "line 2: env.sh is not read; set its variables with NAME=VALUE",
+        "line 4: only the first pass of the loop is used, with v=a",
+        "line 5: `exit` ends the script; later commands are not converted",
+    ]
+
+
+def test_a_check_of_the_arguments_does_not_end_the_script() -> None:
+    """The caller learns which arguments are missing."""
+    script = read_script('if [ "$#" -lt 1 ]; then echo usage; exit 1; fi\nrun $1')
+    assert script.commands[-1][1].unknown == ["1"]
