@@ -145,6 +145,7 @@ def test_a_prefix_is_enough_where_it_is_one_flags_alone() -> None:
         (["--learning_rat", "1", "--lerning_rate", "1"], "unknown-key", ""),
         (["--reward_clip_range", "1"], "invalid-value", "2 values"),
         (["--max_len", "long"], "invalid-value", "'long'"),
+        (["--max_len", "12.5"], "invalid-value", "not an integer"),
         (["--bf16=1"], "invalid-value", "switch"),
         (["stray"], "invalid-syntax", ""),
     ],

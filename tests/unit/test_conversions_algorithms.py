@@ -21,6 +21,14 @@ GRPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "algorit
 PPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "critic.model.path=c")
 DOTTED = ("--actor.model_name_or_path", "m", "--data.prompt_dataset", "p.jsonl", "--reward.model_name_or_path", "rm")
 IS = "--algo.advantage.is_correction"
+OVERLONG = [
+    "algorithm.filter_groups.enable=True",
+    "reward_model.reward_manager=dapo",
+    *(
+        f"+reward_model.reward_kwargs.overlong_buffer_cfg.{word}"
+        for word in ("enable=True", "len=8", "penalty_factor=1")
+    ),
+]
 
 
 def at(recipe: Recipe, key: str) -> Any:
@@ -72,6 +80,16 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
             ],
             {"dynamic_sampling.metric": "function/acc"},
         ),
+        # verl's dapo manager filters groups by the score without the overlong penalty.
+        ([*OVERLONG, "algorithm.filter_groups.metric=acc"], {"dynamic_sampling.metric": "rule", "overlong.buffer": 8}),
+        ([*OVERLONG, "algorithm.filter_groups.metric=seq_reward"], {"dynamic_sampling.metric": None}),
+        (
+            [*OVERLONG, "algorithm.filter_groups.metric=score", "custom_reward_function.path=r.py"],
+            {"dynamic_sampling.metric": "function"},
+        ),
+        # No other manager reads the buffer.
+        ([*OVERLONG, "reward_model.reward_manager=naive"], {"overlong.buffer": 0}),
+        ([*OVERLONG, "reward_model.enable=True", "reward_model.model.path=m"], {"overlong.buffer": 0}),
         ([f"{C}.rollout_is=sequence", f"{C}.rollout_is_batch_normalize=true"], {"rollout_correction.normalize": True}),
         # IcePop: the weight is 0 out of the band, which still counts in the mean.
         (

@@ -114,7 +114,6 @@ def test_a_here_document_with_comments_behind_it() -> None:
     [
         ("python -m verl.trainer.main_ppo a.b=1 \\\n  c.d=2\n  trainer.nnodes=1 \\\n  e.f=3", 3, "trainer.nnodes=1"),
         ("deepspeed --module openrlhf.cli.train_sft \\\n  --bf16\n  --max_len 5", 3, "--max_len"),
-        ("python -m verl.trainer.main_ppo \\\n  # a.b=1 \\\n  trainer.nnodes=1", 3, "trainer.nnodes=1"),
     ],
 )
 def test_a_missing_backslash_is_told(broken: str, line: int, word: str) -> None:
@@ -173,3 +172,54 @@ def test_a_script_without_training_is_refused(tmp_path: Path) -> None:
     script.write_text("ls\n")
     with pytest.raises(Refusal, match="has no training command"):
         migrate(script, [], None)
+
+
+VERL_WORDS = (
+    "algorithm.adv_estimator=grpo data.train_files=t.parquet data.train_batch_size=8 actor_rollout_ref.model.path=m "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8 trainer.total_training_steps=2 "
+)
+
+
+def refused(words: str, path: Path) -> list[tuple[str, str]]:
+    """The places and remedies of the problems of a command."""
+    script = path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
+    with pytest.raises(Refusal) as caught:
+        migrate(script, [], None)
+    return [(problem.where, problem.remedy) for problem in caught.value.problems]
+
+
+def test_a_comment_between_the_lines_of_a_command_is_told_alone(tmp_path: Path) -> None:
+    """The keys after the comment are not reported as missing, too."""
+    problems = refused(f"\\\n  # the batch\n  {VERL_WORDS}", tmp_path)
+    assert problems == [
+        ("line 3: algorithm.adv_estimator=grpo", "remove line 2, which is a comment, or move it above the command")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "remedy"),
+    [
+        ("model_engine=none", "line 1: model_engine", "correct the name, or convert where all files are"),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+            "optim.warmup (from line 1: actor_rollout_ref.actor.optim.lr_warmup_steps)",
+            "change actor_rollout_ref.actor.optim.lr_warmup_steps",
+        ),
+        (
+            "trainer.resume_mode=resume_path trainer.resume_from_path=c",
+            "line 1: trainer.resume_mode",
+            "`lockstep migrate CHECKPOINT -o FOLDER` converts its weights: name FOLDER as the model; set disable",
+        ),
+    ],
+)
+def test_a_refusal_names_its_place_once_and_a_remedy(words: str, where: str, remedy: str, tmp_path: Path) -> None:
+    assert refused(VERL_WORDS + words, tmp_path) == [(where, remedy)]
+
+
+def test_a_flat_flag_among_dotted_ones_has_the_dotted_spelling_as_remedy() -> None:
+    words = "--model.model_name_or_path m --dataset rows --data.max_len 128"
+    commands, _, _ = migrated(f"deepspeed --module openrlhf.cli.train_sft {words}")
+    remedies = [problem.remedy for problem in commands[0].done.problems]
+    assert "did you mean --data.dataset?" in remedies
+    assert "set the answer's column: --data.output_key output" in remedies

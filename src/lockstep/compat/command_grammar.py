@@ -101,7 +101,8 @@ def _which(name: str, flags: Mapping[str, Flag]) -> tuple[Flag | None, tuple[str
     if matches:
         names = ", ".join(f"--{flag_name}" for flag_name in matches)
         return None, (f"is ambiguous: it may mean any of {names}", "write the flag in full")
-    near = nearest_name(name, list(flags))
+    # The other spelling of a flag (`--dataset`, `--data.dataset`) comes first.
+    near = next((written for written, flag in flags.items() if flag.name == name), nearest_name(name, list(flags)))
     return None, ("the program has no such flag", f"did you mean --{near}?" if near else "remove it")
 
 
@@ -119,7 +120,13 @@ def _read(flag: Flag, values: list[str], by_equals: bool) -> Any:
 def _one(flag: Flag, text: str) -> Any:
     try:
         if flag.kind is int:
-            return int(text) if not re.search(r"[.eE]", text) else int(float(text))
+            return int(text) if not re.search(r"[.eE]", text) else _whole(float(text))
         return flag.kind(text)
     except ValueError as error:
         raise ValueError(f"{text!r} is not {'a number' if flag.kind is float else 'an integer'}") from error
+
+
+def _whole(number: float) -> int:
+    if not number.is_integer():
+        raise ValueError(f"{number} is not an integer")
+    return int(number)

@@ -130,7 +130,8 @@ def _with_sources(problem: Problem, done: Conversion) -> Problem:
     near = [key for key in done.recipe if key == problem.where or problem.where.startswith(key + ".")]
     sources = [done.named(name) for key in near[:1] for name in done.recipe[key].sources if done.is_set(name)]
     origin = f" (from {', '.join(sources)})" if sources else ""
-    return Problem(problem.where + origin, problem.why, problem.remedy, code=problem.code)
+    remedy = problem.remedy or (f"change {sources[0].split(': ')[-1]}" if sources else "")
+    return Problem(problem.where + origin, problem.why, remedy, code=problem.code)
 
 
 def recipe_yaml(done: Conversion, origin: str) -> str:

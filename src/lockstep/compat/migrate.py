@@ -65,6 +65,7 @@ def migrate(
     commands, problems, remarks = migrated(text, words, str(path), version)
     for remark in remarks:
         write(remark, error=True)
+    cut = any(problem.code == "invalid-syntax" for problem in problems)
     tables = [table_of(command.done, lockstep_defaults(_method(command.done))) for command in commands]
     if verify and as_json:
         write(table_json(*tables), end="")
@@ -77,7 +78,8 @@ def migrate(
         try:
             checked(command.done)
         except Refusal as refusal:
-            problems += refusal.problems
+            # Keys that a command lacks may be in the lines that are cut off from it.
+            problems += [p for p in refusal.problems if p.code != "not-set" or not cut]
             continue
         origin = f"{path.name} line {command.training.line}"
         if out is not None:
@@ -118,8 +120,10 @@ def migrated(
         try:
             commands.append(Migrated(training, _converted(training, version)))
         except Refusal as refusal:
+            place = f"line {training.line}: "
             problems += [
-                Problem(f"line {training.line}: {p.where}", p.why, p.remedy, code=p.code) for p in refusal.problems
+                Problem(p.where if p.where.startswith("line ") else place + p.where, p.why, p.remedy, code=p.code)
+                for p in refusal.problems
             ]
     if not commands and not problems:
         problems.append(
@@ -149,8 +153,11 @@ def _cut_off(script: Script, text: str) -> list[Problem]:
             word = command[0]
             why = "is a separate command: the line before it is a comment or does not end with a backslash"
             rest = f" ({len(command) - 1} more words follow)" if len(command) > 1 else ""
+            before = text.splitlines()[word.line - 2]
             remedy = f"end line {word.line - 1} with a backslash"
-            if re.search(r"\\[ \t]+$", text.splitlines()[word.line - 2]):
+            if before.lstrip().startswith("#"):
+                remedy = f"remove line {word.line - 1}, which is a comment, or move it above the command"
+            elif re.search(r"\\[ \t]+$", before):
                 remedy = f"remove the space after the backslash that ends line {word.line - 1}"
             problems.append(Problem(f"line {word.line}: {word.text}", why + rest, remedy, code="invalid-syntax"))
     return problems

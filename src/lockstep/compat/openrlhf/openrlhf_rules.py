@@ -180,7 +180,8 @@ def _texts(done: Conversion) -> None:
             done.write("data.turns", "last")
         done.write_text("data.messages_key", "input_key")
     else:
-        done.require("output_key", "set the answer's column: --output_key output", "is not set: no answer to train on")
+        remedy = f"set the answer's column: {done.settings.spelling('output_key')} output"
+        done.require("output_key", remedy, "is not set: no answer to train on")
 
 
 def _prompt_and_response(done: Conversion) -> None:
@@ -210,7 +211,7 @@ def _pairs(done: Conversion) -> None:
 
 
 def _kto(done: Conversion) -> None:
-    if not done.require("output_key", "set the answer's column: --output_key output"):
+    if not done.require("output_key", f"set the answer's column: {done.settings.spelling('output_key')} output"):
         return
     _prompt_and_response(done)
     done.write_number("preference.beta", "beta")

@@ -34,8 +34,11 @@ def reward_rule(done: Conversion) -> None:
 
 def _overlong(done: Conversion) -> None:
     group, limit = "reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.reward_kwargs.max_resp_len"
-    enabled = bool(done[f"{group}.enable"])
+    enabled, off = bool(done[f"{group}.enable"]), "the overlong buffer is off"
+    if enabled and (done["reward_model.reward_manager"] != "dapo" or done["reward_model.enable"]):
+        enabled, off = False, "only verl's reward manager dapo applies the penalty, and not to a reward model's scores"
     if enabled:
+        _filter_metric(done)
         done.write_integer("algorithm.overlong.buffer", f"{group}.len", f"{group}.enable")
         done.write_number("algorithm.overlong.factor", f"{group}.penalty_factor")
         if done[limit] not in (None, done["data.max_response_length"]):
@@ -43,7 +46,17 @@ def _overlong(done: Conversion) -> None:
             done.refuse(limit, why, f"set it to {done['data.max_response_length']}")
     used = {key for written in done.recipe.values() for key in written.sources} | done.decided.keys()
     unused = [key for key in done.below("reward_model.reward_kwargs") if key not in used]
-    done.ignore("max_response_length is the limit" if enabled else "the overlong buffer is off", *unused)
+    done.ignore("max_response_length is the limit" if enabled else off, *unused)
+
+
+def _filter_metric(done: Conversion) -> None:
+    """verl filters groups by `acc` or `score` without the overlong penalty, and by `seq_reward` with it."""
+    key, to = "algorithm.filter_groups.metric", "algorithm.dynamic_sampling.metric"
+    if not done["algorithm.filter_groups.enable"] or done[key] not in ("acc", "score") or to in done.recipe:
+        return
+    part = "rule" if done["custom_reward_function.path"] is None else "function"
+    done.write(to, part, key)
+    done.decided[key] = ("mapped", "as in verl, groups are filtered by the score without the overlong penalty")
 
 
 def own_rewards_rule(done: Conversion) -> None:

@@ -53,7 +53,11 @@ def trainer_rule(done: Conversion) -> None:
             "with this value verl saves no checkpoint; lockstep saves a checkpoint and an export at the end",
             "trainer.save_freq",
         )
-    done.write("run.resume", done.lookup("trainer.resume_mode") or "never", "trainer.resume_mode")
+    if done["trainer.resume_mode"] == "resume_path":
+        remedy = "`lockstep migrate CHECKPOINT -o FOLDER` converts its weights: name FOLDER as the model; set disable"
+        done.refuse("trainer.resume_mode", "lockstep does not resume from verl's optimizer state", remedy)
+    else:
+        done.write("run.resume", done.lookup("trainer.resume_mode") or "never", "trainer.resume_mode")
     _devices(done)
 
 
