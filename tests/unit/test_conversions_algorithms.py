@@ -432,3 +432,25 @@ def test_the_loss_that_bypass_mode_reads() -> None:
     recipe = checked(plain)
     assert (recipe.algorithm.loss, recipe.algorithm.rollout_correction.bypass) == ("policy_gradient", False)
     assert outcome_of(plain, f"{C}.bypass_mode")[0] == "mapped"
+
+
+def early(*words: str) -> Recipe:
+    """The recipe of a command for verl 0.3."""
+    return checked(convert_verl("main_ppo", [*GRPO, *words], (), "0.3"))
+
+
+def test_verl_before_0_4_has_the_kl_penalty_in_the_reward_unless_the_loss_has_it() -> None:
+    """As verl 0.3.0: `if not actor.use_kl_loss: apply_kl_penalty(...)`; there is no use_kl_in_reward."""
+    algorithm = early("algorithm.kl_ctrl.kl_coef=0.02").algorithm
+    assert (algorithm.kl.where, algorithm.kl.coefficient, algorithm.kl.estimator) == ("reward", 0.02, "k1")
+    assert early(f"{A}.use_kl_loss=True").algorithm.kl.where == "loss"
+    newer = checked(convert_verl("main_ppo", [*GRPO, "algorithm.kl_ctrl.kl_coef=0.02"], (), "0.4"))
+    assert newer.algorithm.kl.where == "none"
+
+
+def test_verl_before_0_4_clips_by_clip_ratio_alone() -> None:
+    """As verl 0.3.0's compute_policy_loss: one clip range on both sides, and no dual clip."""
+    algorithm = early(f"{A}.clip_ratio=0.1").algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.1, 0.1, None)
+    newer = checked(convert_verl("main_ppo", [*GRPO, f"{A}.clip_ratio=0.1"], (), "0.4")).algorithm
+    assert (newer.clip_low, newer.clip_high, newer.dual_clip) == (0.2, 0.2, 3.0)

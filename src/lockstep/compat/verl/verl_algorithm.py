@@ -152,6 +152,13 @@ def _loss(done: Conversion) -> None:
             return
         done.ignore("verl reads this key only with bypass_mode", BYPASS_LOSS)
     _aggregation(done, "" if done[BYPASS] else done[LOSS_MODE])
+    if (
+        loss == "clip"
+        and not done.since("0.4")
+        and not done.is_set(*(f"{A}.clip_ratio{name}" for name in ("_low", "_high", "_c")))
+    ):
+        _early_clip(done)
+        return
     if loss in _CLIPPED:
         done.write_number("algorithm.clip_low", f"{A}.clip_ratio_low")
         done.write_number("algorithm.clip_high", f"{A}.clip_ratio_high")
@@ -165,6 +172,16 @@ def _loss(done: Conversion) -> None:
         for ours, theirs in (("sapo_positive", "tau_pos"), ("sapo_negative", "tau_neg")):
             key = f"{A}.policy_loss.{theirs}"
             done.write_number(f"algorithm.{ours}", key if done.is_set(key) else f"{A}.{theirs}")
+
+
+def _early_clip(done: Conversion) -> None:
+    """verl before 0.4 has one bound, `clip_ratio`, and no second bound for negative advantages (dual clip)."""
+    key = f"{A}.clip_ratio"
+    bound = done.number(key) if done.is_set(key) else 0.2
+    for name in ("low", "high"):
+        done.write(f"algorithm.clip_{name}", bound, key)
+    done.write("algorithm.dual_clip", None, key)
+    done.decided[key] = ("mapped", "verl before 0.4 has this bound only, without dual clip")
 
 
 def _aggregation(done: Conversion, mode: str) -> None:
@@ -197,20 +214,25 @@ def _aggregation(done: Conversion, mode: str) -> None:
 
 def _kl(done: Conversion) -> None:
     in_reward, in_loss, control = "algorithm.use_kl_in_reward", f"{A}.use_kl_loss", "algorithm.kl_ctrl"
-    if done[in_reward] and done[in_loss]:
+    switch, why = in_reward, "has no effect without use_kl_in_reward, as in verl"
+    rewarded = bool(done[in_reward])
+    if not done.since("0.4") and not done.is_set(in_reward):
+        # These releases have no such key: the penalty is in the reward, unless it is in the loss.
+        rewarded, switch = not done[in_loss], in_loss
+        why = "verl before 0.4 reads this key only without use_kl_loss"
+    if rewarded and done[in_loss]:
         _kl_in_both(done)
     if done[in_loss]:
         _kl_terms(done, "loss", in_loss, f"{A}.kl_loss_coef", f"{A}.kl_loss_type")
-    elif done[in_reward]:
-        _kl_terms(done, "reward", in_reward, f"{control}.kl_coef", "algorithm.kl_penalty")
+    elif rewarded:
+        _kl_terms(done, "reward", switch, f"{control}.kl_coef", "algorithm.kl_penalty")
         if done[f"{control}.type"] == "adaptive":
             done.write_number("algorithm.kl.target", f"{control}.target_kl", f"{control}.type")
             done.write_integer("algorithm.kl.horizon", f"{control}.horizon")
     else:
         done.write("algorithm.kl.where", "none", in_loss, in_reward)
-    if not done[in_reward]:
-        keys = (*done.below(control), "algorithm.kl_penalty")
-        done.ignore("has no effect without use_kl_in_reward, as in verl", *keys)
+    if not rewarded:
+        done.ignore(why, *done.below(control), "algorithm.kl_penalty")
     if not done[in_loss]:
         done.ignore("has no effect without use_kl_loss, as in verl", f"{A}.kl_loss_coef", f"{A}.kl_loss_type")
 

@@ -43,7 +43,8 @@ def trainer_rule(done: Conversion) -> None:
     _trackers(done)
     if done["trainer.total_training_steps"] is not None:
         done.write_integer("run.steps", "trainer.total_training_steps")
-        done.ignore("total_training_steps sets the length of the run", "trainer.total_epochs")
+        why = "total_training_steps sets the length of the run; verl stops after total_epochs, if that is earlier"
+        done.ignore(why, "trainer.total_epochs")
     else:
         done.write_integer("run.epochs", "trainer.total_epochs")
     if done.integer("trainer.save_freq") > 0:
