@@ -151,12 +151,116 @@ def engine_rows(cluster: TargetCluster) -> Iterator[Prediction]:
                 yield Prediction(f"engine {shape}, {work}", generate.open, measured, fitted=True)
 
 
-def published_rows() -> Iterator[Prediction]:
-    """NeMo RL 0.5.0, GRPO of Llama 3.1 8B on 16 H100, 64 prompts x 32 responses, 1,019 tokens on average of at most
-    4,096, 4 updates a step: 92.8 s. https://docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html. Nothing is
-    said of the prompts' length; 100 tokens are taken. It is the time of another framework: what is predicted is ours.
-    """
-    config = transformers.LlamaConfig(
+@dataclass(frozen=True)
+class NemoStep:
+    """A GRPO step that NeMo RL 0.4 published: all lengths are tokens per sequence, with the prompt."""
+
+    shape: str
+    devices: int
+    mean: int
+    longest: int
+    responses: int
+    seconds: float
+    tensor: int = 1
+
+
+# https://github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md: DGX H100, bf16, synchronous, 32 responses per
+# prompt, updates of 512 responses. Prompt lengths are not published; 100 tokens are assumed. `tensor` is NeMo RL's
+# tensor parallelism of generation, at most the 8 devices of a node.
+NEMO_STEPS = (
+    NemoStep("llama3.1-8b", 16, 1060, 4096, 2048, 97.7),
+    NemoStep("qwen3-32b", 32, 3206, 4096, 2048, 393.0, tensor=4),
+    NemoStep("qwen3-30b-a3b", 32, 3154, 4096, 2048, 225.0, tensor=4),
+    NemoStep("qwen3-235b-a22b", 128, 5671, 8192, 512, 506.0, tensor=8),
+)
+NEMO_PROMPT = 100
+
+
+def nemo_rows() -> Iterator[Prediction]:
+    for step in NEMO_STEPS:
+        prompts = step.responses // 32
+        recipe = recipe_of(
+            {
+                "method": "grpo",
+                "model": {"gradient_checkpointing": True},
+                "batch": {"prompts": prompts, "prompts_per_update": 16, "tokens": 2 * step.longest},
+                "rollout": {"n": 32, "max_tokens": step.longest - NEMO_PROMPT, "max_sequences": 256},
+                "parallel": {"tensor_parallel": step.tensor},
+            }
+        )
+        lengths = OnlineSteps(NEMO_PROMPT, step.mean - NEMO_PROMPT, NEMO_PROMPT)
+        times = Outlook.of(recipe, PUBLISHED_SHAPES[step.shape], lengths).times(
+            cluster_named(f"{step.devices // 8}x8:h100")
+        )
+        what = f"NeMo RL, {step.shape} on {step.devices} H100"
+        yield Prediction(f"{what}: step, at least", sum(phase.hidden for phase in times or []), step.seconds)
+        yield Prediction(f"{what}: step, at most", seconds(times), step.seconds)
+
+
+@dataclass(frozen=True)
+class TrainerStep:
+    """An update that prime-rl published: two micro-batches of one sequence on each device, with recomputation."""
+
+    shape: str
+    devices: int
+    chip: str
+    length: int
+    seconds: float
+    lora: int | None = None
+
+
+# https://github.com/PrimeIntellect-ai/prime-rl, benchmarks/baselines (January 2026): mean of `step_time`, SFT for all
+# weights and RL for adapters.
+TRAINER_STEPS = (
+    TrainerStep("qwen3-0.6b", 1, "h100", 8192, 0.62),
+    TrainerStep("qwen3-0.6b", 1, "h100", 16384, 1.28),
+    TrainerStep("qwen3-4b", 8, "h100", 16384, 5.01),
+    TrainerStep("qwen3-4b", 8, "h200", 16384, 4.71),
+    TrainerStep("qwen3-30b-a3b", 8, "h200", 16384, 7.17),
+    TrainerStep("qwen3-4b", 1, "h100", 16384, 5.26, lora=16),
+    TrainerStep("qwen3-4b", 8, "h200", 65536, 31.42, lora=16),
+    TrainerStep("qwen3-30b-a3b", 8, "h200", 16384, 7.13, lora=16),
+)
+
+
+def trainer_rows() -> Iterator[Prediction]:
+    for step in TRAINER_STEPS:
+        model: dict[str, Any] = {"gradient_checkpointing": True}
+        if step.lora is not None:
+            model["lora"] = {"rank": step.lora}
+        count = 2 * step.devices
+        recipe = recipe_of(
+            {"method": "sft", "model": model, "batch": {"tokens": step.length, "rows_per_update": count}}
+        )
+        outlook = Outlook.of(recipe, PUBLISHED_SHAPES[step.shape], EqualRows(count, step.length))
+        times = outlook.times(cluster_named(f"1x{step.devices}:{step.chip}"))
+        kind = "all weights" if step.lora is None else "LoRA"
+        what = f"prime-rl, {step.shape} {kind}, {step.devices} {step.chip.upper()}, {step.length}"
+        yield Prediction(what, seconds(times), step.seconds)
+
+
+def _qwen3(
+    hidden: int, inner: int, layers: int, heads: int, keys: int, tied: bool = False, experts: int = 0
+) -> transformers.PretrainedConfig:
+    common = {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": tied,
+    }
+    if experts:
+        return transformers.Qwen3MoeConfig(
+            moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=8, **common
+        )
+    return transformers.Qwen3Config(intermediate_size=inner, **common)
+
+
+PUBLISHED_SHAPES = {
+    "llama3.1-8b": transformers.LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
@@ -165,19 +269,13 @@ def published_rows() -> Iterator[Prediction]:
         num_key_value_heads=8,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
-    )
-    recipe = recipe_of(
-        {
-            "method": "grpo",
-            "model": {"gradient_checkpointing": True},
-            "batch": {"prompts": 64, "prompts_per_update": 16, "tokens": 8192},
-            "rollout": {"n": 32, "max_tokens": 3996, "max_sequences": 128},
-        }
-    )
-    cluster = cluster_named("2x8:h100")
-    times = Outlook.of(recipe, config, OnlineSteps(100, 919, 100)).times(cluster) or []
-    yield Prediction("NeMo RL, 8B on 16 H100, responses end together", sum(phase.hidden for phase in times), 92.8)
-    yield Prediction("  the same, one goes on to the limit", seconds(times), 92.8)
+    ),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
+    "qwen3-30b-a3b": _qwen3(2048, 768, 48, 32, 4, experts=128),
+    "qwen3-235b-a22b": _qwen3(4096, 1536, 94, 64, 4, experts=128),
+}
 
 
 # GPUs, and seconds of generation, of old log-probs, of the update and of a step with all that is between them.
@@ -369,7 +467,7 @@ def predictions() -> list[Prediction]:
     cluster = cluster_named("1x1:h200")
     fine_tuning = [*sft_rows(cluster), *fine_tuning_rows(cluster)]
     ours = [*engine_rows(cluster), *fine_tuning, *grpo_rows(cluster), *cpu_rows(), *scale_rows()]
-    return [*ours, *published_rows(), *verl_rows()]
+    return [*ours, *nemo_rows(), *verl_rows(), *trainer_rows()]
 
 
 def main() -> None:
