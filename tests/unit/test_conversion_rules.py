@@ -108,6 +108,7 @@ def test_rules_of_main_ppo(words: list[str], expected: dict[str, Any]) -> None:
 
 
 V, OVERLONG = f"{R}.val_kwargs", "reward_model.reward_kwargs.overlong_buffer_cfg"
+OVERLONG_ON = ("reward_model.reward_manager=dapo", f"{OVERLONG}.enable=True")
 VALIDATED = ("data.val_files=v.parquet", "trainer.test_freq=5")
 PPO = ("data.train_files=t.parquet", f"{M}.path=m", "critic.model.path=c")
 
@@ -140,7 +141,7 @@ PPO = ("data.train_files=t.parquet", f"{M}.path=m", "critic.model.path=c")
             {"reward.model": "rm", "reward.rules": None, "reward.function": None},
         ),
         (
-            [f"{OVERLONG}.enable=True", f"{OVERLONG}.len=100", f"{OVERLONG}.penalty_factor=0.5"],
+            [*OVERLONG_ON, f"{OVERLONG}.len=100", f"{OVERLONG}.penalty_factor=0.5"],
             {"algorithm.overlong.buffer": 100, "algorithm.overlong.factor": 0.5},
         ),
         (
@@ -186,7 +187,7 @@ def test_rules_of_main_ppos_critic(words: list[str], expected: dict[str, Any]) -
         (["reward_model.reward_manager=batch"], "reward_model.reward_manager"),
         (["reward_model.enable=True", "reward_model.model.path=null"], "reward_model.enable"),
         (
-            [f"{OVERLONG}.enable=True", f"{OVERLONG}.len=100", "+reward_model.reward_kwargs.max_resp_len=9"],
+            [*OVERLONG_ON, f"{OVERLONG}.len=100", "+reward_model.reward_kwargs.max_resp_len=9"],
             "reward_model.reward_kwargs.max_resp_len",
         ),
     ],
@@ -200,7 +201,7 @@ def test_what_main_ppo_may_not_set(words: list[str], where: str) -> None:
     [("True", "mapped", "max_response_length is the limit"), ("False", "ignored", "the overlong buffer is off")],
 )
 def test_keys_of_the_overlong_buffer_that_are_not_read(enabled: str, length: str, limit: str) -> None:
-    words = [f"{OVERLONG}.enable={enabled}", f"{OVERLONG}.len=100", f"{OVERLONG}.log=True"]
+    words = [*OVERLONG_ON[:1], f"{OVERLONG}.enable={enabled}", f"{OVERLONG}.len=100", f"{OVERLONG}.log=True"]
     done = convert_verl("main_ppo", [*GRPO, *words])
     outcomes = {one.key: (one.outcome, one.note) for one in done.outcomes}
     assert outcomes[f"{OVERLONG}.len"][0] == length

@@ -210,7 +210,10 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
         ([*GRPO, *BOTH_REWARDS, "reward_model.enable_resource_pool=True"], "reward_model.enable", "vllm serve"),
         ([*GRPO, *BOTH_REWARDS, f"{C}.rollout_is=token"], "reward_model.enable", "vllm serve"),
         (
-            [*GRPO, f"{F}.overlong_buffer_cfg.enable=True", f"{F}.overlong_buffer_cfg.len=9", f"{F}.max_resp_len=9"],
+            [
+                *(*GRPO, "reward_model.reward_manager=dapo", f"{F}.overlong_buffer_cfg.enable=True"),
+                *(f"{F}.overlong_buffer_cfg.len=9", f"{F}.max_resp_len=9"),
+            ],
             f"{F}.max_resp_len",
             "512",
         ),

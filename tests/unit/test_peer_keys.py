@@ -157,7 +157,7 @@ def test_a_reward_function_over_batches_scores_one_response(
 ) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(REWARD_FUNC)
-    part = FunctionPart(f"{file}:{name}", Reward(workers=1))
+    part = FunctionPart(f"{file}:{name}", Reward(workers=1, time_limit=120))
     try:
         question = Question("s", [{"role": "user", "content": "say x"}], "4", Origin("q", 1), {})
         outcome = part.submit(question, "xxx").result()
