@@ -90,6 +90,10 @@ class Division:
         more = torch.arange(sum(self.lengths) - len(self.real_T))
         ids_T = torch.cat([batch.input_ids_NT.flatten()[self.real_T], torch.zeros_like(more)])
         positions_T = torch.cat([batch.position_ids_NT.flatten()[self.real_T], more])
+        routes_TLK = batch.routes_TLK
+        if routes_TLK is not None:
+            unknown = routes_TLK.new_full((len(more), *routes_TLK.shape[1:]), -1)
+            routes_TLK = torch.cat([routes_TLK[self.real_T], unknown])[own_T]
         return replace(
             batch,
             input_ids_NT=ids_T[own_T][None],
@@ -100,6 +104,7 @@ class Division:
             targets_K=batch.targets_K[local_K],
             index_K=batch.index_K[local_K],
             context=self,
+            routes_TLK=routes_TLK,
         )
 
     def together(self, own_K: torch.Tensor) -> torch.Tensor:
