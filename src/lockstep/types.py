@@ -35,7 +35,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenized row. `loss_mask[i]` is 1 if token i is a target (predicted from the tokens before it), else 0."""
+    """A tokenized row. `loss_mask[i]` is 1 if token i is a target (predicted from the tokens before it), else 0.
+    `routes` is as in `Completion`."""
 
     ids: Sequence[int]
     loss_mask: Sequence[int]
@@ -43,7 +44,6 @@ class Example:
     images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
     """The images of the row, in the order of their placeholder tokens."""
     routes: np.ndarray | None = field(default=None, kw_only=True, compare=False)
-    """The experts of the first tokens, as in `Rollout`."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -276,7 +276,7 @@ class Sampling:
     full_precision: bool = False
     """Whether the built-in engine ignores `rollout.precision` and `rollout.kv_cache`, as in validation."""
     routes: bool = False
-    """Whether completions have the experts that the engine's routers chose (`algorithm.routing_replay: rollout`)."""
+    """Whether completions have their experts (`algorithm.routing_replay: rollout`)."""
 
 
 @dataclass(frozen=True)
@@ -360,8 +360,8 @@ class Completion:
     rows: tuple[TrajectoryRow, ...] = ()
     """The rows of the trajectory, if it has several. `ids`, `logprobs` and `loss_mask` then concatenate the rows."""
     routes: np.ndarray | None = field(default=None, compare=False)
-    """The experts that routers chose for the first tokens of prompt and response, [tokens, layers, experts per token].
-    The last token has none, because no pass had it as input. None if the engine did not record them."""
+    """The experts of the first tokens of prompt and response, [tokens, layers, experts per token], if the engine
+    records them. The last token has none, because no pass had it as input."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", full_mask(self.loss_mask, self.ids))
@@ -391,8 +391,7 @@ class Failure:
     part: str
     why: str
     log: str | None = field(default=None, compare=False)
-    """The file with the last output of the process that ran the reward function. Comparisons ignore this path, because
-    timing decides which process runs the function."""
+    """The last output of the process that ran the reward function. Timing decides which process that is."""
 
     @property
     def key(self) -> str:
@@ -417,7 +416,8 @@ class Rollout:
     `loss_mask[i]` is 1 for tokens of the policy and 0 for tokens of an environment. Environment tokens are not trained
     and have 0 in `logprobs`. `token_rewards` assigns parts of the score to tokens before the last token, as pairs
     (token index, amount). `versions` has for each token the version of the weights (number of steps) that generated it.
-    `versions` is empty in synchronous runs, where all tokens of a step have the same version.
+    `versions` is empty in synchronous runs, where all tokens of a step have the same version. `routes` is as in
+    `Completion`; the rows of a trajectory have their own.
     """
 
     prompt: Prompt
@@ -437,9 +437,8 @@ class Rollout:
     rows: tuple[TrajectoryRow, ...] = ()
     """The rows of the trajectory, if it has several rows, as in `Completion`."""
     key: int | None = None
-    """The random key of the prompt, from which its sampling noise was computed. None if it is not known."""
+    """The random key of the prompt, which seeds its sampling noise. None if it is not known."""
     routes: np.ndarray | None = field(default=None, compare=False)
-    """The experts that the engine's routers chose, as in `Completion`. Rows have their own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_mask", full_mask(self.loss_mask, self.ids))
@@ -454,11 +453,10 @@ class Rollout:
     def sequences(self) -> list[Example]:
         """The training sequences: one per row, in the order of the turns. Their loss masks select the policy tokens."""
         prompt, origin, images = list(self.prompt.ids), self.prompt.question.origin, self.prompt.images
-        rows = [(row.ids, list(row.loss_mask), row.routes) for row in self.rows]
-        return [
-            Example(prompt + ids, [0] * len(prompt) + mask, origin, images=images, routes=routes)
-            for ids, mask, routes in rows or [(self.ids, list(self.loss_mask), self.routes)]
-        ]
+        rows: Sequence[TrajectoryRow | Rollout] = self.rows or [self]
+        masks = [[0] * len(prompt) + list(row.loss_mask) for row in rows]
+        pairs = zip(rows, masks, strict=True)
+        return [Example(prompt + row.ids, mask, origin, images=images, routes=row.routes) for row, mask in pairs]
 
     @property
     def turn_tokens(self) -> list[int]:
