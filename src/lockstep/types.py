@@ -35,8 +35,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenized row. `loss_mask[i]` is 1 if token i is a target (predicted from the tokens before it), else 0.
-    `routes` is as in `Completion`."""
+    """A tokenized row. `loss_mask[i]` is 1 if token i is a target (predicted from the tokens before it), else 0."""
 
     ids: Sequence[int]
     loss_mask: Sequence[int]
@@ -58,7 +57,6 @@ class Example:
 
     @property
     def targets(self) -> int:
-        """Number of targets."""
         return self.loss_mask[1:].count(1)
 
     @property

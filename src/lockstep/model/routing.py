@@ -107,12 +107,14 @@ class Routing:
         self.layers, self.top_k, self.experts = len(self._routers), int(first.top_k), int(first.num_experts)
         self.counts = True
         """Whether passes count flipped routes."""
+        self.log: list[torch.Tensor] | None = None
+        """If it is a list, passes append the experts that they used, [T, L, K] on the CPU."""
         self._given_TLK: torch.Tensor | None = None
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
         self._chosen: list[torch.Tensor | None] = [None] * self.layers
         self._flips: list[torch.Tensor | None] = [None] * self.layers
-        self._flips_L = torch.zeros(self.layers, dtype=torch.long)
-        self._tokens = 0
+        self._totals: list[torch.Tensor] = []
+        """The flipped choices per layer, and the number of replayed tokens, of each counted pass."""
         for number, routers in enumerate(self._routers):
             for router in routers:
                 router.register_forward_hook(partial(self._routed, number, ROUTERS[type(router).__name__]))
@@ -137,24 +139,27 @@ class Routing:
         self._chosen, self._flips = [None] * self.layers, [None] * self.layers
 
     def end(self) -> None:
-        """Ends a forward pass and adds its flipped routes to the counts."""
+        """Ends a forward pass: logs its experts, and adds its flipped routes to the counts."""
         missing = [number for number, chosen in enumerate(self._chosen) if chosen is None]
         assert not missing, f"the routers of layers {missing} did not run as modules, so no route was replayed"
+        if self.log is not None:
+            self.log.append(self._used().cpu())
         if self._given_TLK is None or not self.counts:
             return
-        self._flips_L = self._flips_L + torch.stack([flips for flips in self._flips if flips is not None]).cpu()
-        self._tokens += int((self._given_TLK[:, 0, 0] != UNKNOWN).sum())
+        tokens = (self._given_TLK[:, 0, 0] != UNKNOWN).sum()
+        self._totals.append(torch.stack([*(flips for flips in self._flips if flips is not None), tokens]))
 
-    def chosen(self) -> torch.Tensor:
-        """Returns the experts that the last pass used, [T, L, K]."""
-        return torch.stack([chosen for chosen in self._chosen if chosen is not None], 1).to(torch.int16)
+    def _used(self) -> torch.Tensor:
+        return torch.stack([chosen for chosen in self._chosen if chosen is not None], 1).to(self.dtype)
 
     def take_flips(self) -> tuple[list[int], int] | None:
         """Returns per layer how many choices of the routers were not among the replayed ones, and the number of choices
         per layer. Resets the counts. Returns None if nothing was replayed since the last call."""
-        flips, tokens = self._flips_L.tolist(), self._tokens
-        self._flips_L, self._tokens = torch.zeros_like(self._flips_L), 0
-        return (flips, tokens * self.top_k) if tokens else None
+        totals, self._totals = self._totals, []
+        if not totals:
+            return None
+        *flips, tokens = torch.stack(totals).sum(0).tolist()
+        return flips, tokens * self.top_k
 
     @contextmanager
     def stored(self, routes_LSK: torch.Tensor, slots_T: torch.Tensor) -> Iterator[None]:
@@ -164,6 +169,12 @@ class Routing:
             yield
         finally:
             self._slots = None
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Makes the routers of an engine's passes choose."""
+        self._given_TLK = None
+        yield
 
     def _routed(self, layer: int, gates: Gates, router: nn.Module, _: Any, output: Any) -> Any:
         logits_TE, weights_TK, chosen_TK = output

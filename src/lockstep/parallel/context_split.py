@@ -107,6 +107,13 @@ class Division:
             routes_TLK=routes_TLK,
         )
 
+    def of_full(self, local_TLK: torch.Tensor) -> torch.Tensor:
+        """Returns values of this rank's tokens at the positions of the micro-batch. Other positions have -1."""
+        full = local_TLK.new_full((self.batch.input_ids_NT.numel(), *local_TLK.shape[1:]), -1)
+        real = self.local_T < len(self.real_T)  # tokens of the dummy sequence are no tokens of the micro-batch
+        full[self.real_T[self.local_T[real]]] = local_TLK[real]
+        return full
+
     def together(self, own_K: torch.Tensor) -> torch.Tensor:
         """All-gathers values per target, so that every rank has them in the order of the micro-batch's targets."""
         return _Together.apply(own_K, self)

@@ -398,6 +398,15 @@ class Algorithm(Section):
         default_factory=RolloutCorrection,
         effect=Effect("blocks", "tokens are weighted or masked differently in the loss"),
     )
+    routing_replay: Literal["off", "rollout", "old"] = Field(
+        "off",
+        description="For a mixture of experts: which experts the policy uses for each token in training. `off`: those "
+        "that its routers choose in each pass. `rollout`: those that the engine used when it generated the response "
+        "(R3); the passes for old and reference log-probabilities and all updates use them. `old`: those of the pass "
+        "for old log-probabilities, in all updates of the step (R2). Gate weights are always computed by the current "
+        "routers, so routers are trained.",
+        effect=Effect("blocks", "tokens are routed to other experts in training"),
+    )
     dynamic_sampling: DynamicSampling = Field(
         default_factory=DynamicSampling, effect=Effect("blocks", "different groups are trained")
     )
