@@ -166,10 +166,12 @@ def _routes(examples: Sequence[Example], shares: Sequence[int], width: int, pack
     """Returns the recorded experts of each position. Tokens without recorded experts, and padding, have -1."""
     parts = []
     for example, share in zip(examples, shares, strict=True):
-        routes = example.routes
-        if routes is None or len(routes) > len(example):
-            found = "no" if routes is None else f"{len(routes)}"
-            raise ValueError(f"{example.origin}: the sequence has {len(example)} tokens, and {found} recorded experts")
+        routes, (_, predictors, _) = example.routes, _numbers(example)
+        least = int(predictors.max()) + 1 if len(predictors) else 0
+        if routes is None or not least <= len(routes) <= len(example):
+            found = 0 if routes is None else len(routes)
+            why = f"the engine recorded the experts of {found} tokens, but {least} to {len(example)} are needed"
+            raise ValueError(f"{example.origin}: {why}")
         full = np.full((len(example) if packed else width, *routes.shape[1:]), -1, dtype=np.int16)
         full[: len(routes)] = routes
         parts.append(full[share:])

@@ -419,7 +419,7 @@ def compute_model_outputs(
 ) -> ModelOutputs:
     old_K = trainer_K = squares_K = reference_K = values_K = None
     settings, energy = recipe.algorithm.rollout_correction, estimator_row(recipe.algorithm.advantage).energy
-    replay = RoutingReplay(models.module, recipe)
+    replay = RoutingReplay(models.module, recipe, batches := [plan.batches for plan in plans])
     if old_needed(recipe, len(plans)):
         with phases("old_log_prob"), replay.old_pass():
             if energy:
@@ -432,7 +432,7 @@ def compute_model_outputs(
     if recipe.algorithm.kl.where != "none":
         with phases("ref"):
             reference_K = torch.cat([models.reference_logprobs(plan) for plan in plans])
-    replay.into([plan.batches for plan in plans])
+    replay.into(batches)
     if models.critic is not None:
         with phases("values"):
             values_K = torch.cat([models.values(plan) for plan in plans])

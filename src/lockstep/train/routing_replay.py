@@ -42,7 +42,7 @@ class RoutingReplay:
     """Routing replay in one step. Flipped routes are counted once per step: in the pass for old log-probs if there is
     one, else in the updates. With `old`, the updates count how far the routers have moved since that pass."""
 
-    def __init__(self, module: nn.Module, recipe: Recipe):
+    def __init__(self, module: nn.Module, recipe: Recipe, plans: Sequence[Sequence[MicroBatch]]):
         self.mode = recipe.algorithm.routing_replay
         self.routing = module.decoder.routing if isinstance(module, Policy) and self.mode != "off" else None
         self._log: list[torch.Tensor] = []
@@ -50,6 +50,9 @@ class RoutingReplay:
         if self.routing is not None:
             self.routing.take_flips()
             self.routing.counts = False
+        if self.mode == "rollout":
+            missing = [one.origins for plan in plans for one in plan if one.tokens and one.routes_TLK is None]
+            assert not missing, f"the responses to {missing[0]} have no recorded experts"
 
     @contextmanager
     def old_pass(self) -> Iterator[None]:
