@@ -103,8 +103,13 @@ class Routing:
     def __init__(self, layers: Sequence[nn.Module], model: str, where: str) -> None:
         refuse_unknown_routers(layers, model, where)
         self._routers = routers_of(layers)
+        self.all_layers = len(layers)
+        self.layer_numbers = [number for number, layer in enumerate(layers) if routers_of([layer])]
+        """The numbers of the decoder layers that have a router."""
         first: Any = self._routers[0][0]
         self.layers, self.top_k, self.experts = len(self._routers), int(first.top_k), int(first.num_experts)
+        self.from_engine = False
+        """Whether the engine records the experts that the trainer replays."""
         self.counts = True
         """Whether passes count flipped routes."""
         self.log: list[torch.Tensor] | None = None

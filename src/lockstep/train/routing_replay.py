@@ -24,6 +24,7 @@ def install_routing(policy: Policy, recipe: Recipe, path: str, like: Routing | N
     if recipe.algorithm.routing_replay == "off":
         return None
     routing = policy.decoder.install_routing(path)
+    routing.from_engine = recipe.algorithm.routing_replay == "rollout"
     if like is not None:
         sizes = [(one.layers, one.top_k, one.experts) for one in (like, routing)]
         if sizes[0] != sizes[1]:
