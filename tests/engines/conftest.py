@@ -41,7 +41,13 @@ class RealServer:
         # Of all servers of these tests, and of the runs that ask them.
         os.environ.setdefault("LOCKSTEP_SERVER_KEY", secrets.token_urlsafe(32))
         self.process, self.url, _ = start_server(
-            Vllm(), settings, Cpu(), str(model), "fp32", ServerNeeds("cpu", lora_rank=lora_rank), logs / "vllm" / "server.log"
+            Vllm(),
+            settings,
+            Cpu(),
+            str(model),
+            "fp32",
+            ServerNeeds("cpu", lora_rank=lora_rank),
+            logs / "vllm" / "server.log",
         )
 
     def wait(self) -> None:

@@ -3,11 +3,13 @@ and sequence. The expected log-probs come from transformers' own forward with fo
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,24 @@ from lockstep.model.load import load_config
 from lockstep.model.policy import Policy
 from lockstep.model.routing import ROUTERS, Routing, refuse_unknown_routers, routers_of
 from lockstep.model.text_model import model_on_meta
-from lockstep.types import PAUSED, Completion, Example, Origin, PartialResponse, Prompt, Request, Rollout, Sampling, Score
+from lockstep.rollout.servers.adapter import ServerFailed, ServerNeeds, WantedSample, prompt_digest
+from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.vllm import Vllm
+from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_rows import fed_examples, fed_tensors, rollout_rows, rollouts_of
+from lockstep.trajectory import TrajectoryRow
+from lockstep.types import (
+    PAUSED,
+    Completion,
+    Example,
+    Origin,
+    PartialResponse,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Score,
+)
 from refusals import refuses
 
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -373,3 +392,70 @@ def test_models_without_known_routers_are_refused(tiny_folder: Path) -> None:
     other = model_on_meta(AutoConfig.for_model("phimoe", **SIZES, **_LOCAL))
     with refuses("algorithm.routing_replay", "unsupported-model", "PhimoeTopKRouter"):
         refuse_unknown_routers(decoder_layers(other), type(other).__name__, "model.path m")
+
+
+# vLLM: its answers count all decoder layers, with the experts of prompt and response.
+
+
+def test_the_answers_of_vllm_have_the_experts_of_the_layers_with_routers(tmp_path: Path, tiny_folder: Path) -> None:
+    config = Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": 3}, **EXPERTS, mlp_only_layers=[1])
+    policy = load(write_model(tmp_path / "model", config, tiny_folder))
+    routing = policy.decoder.install_routing("model")
+    assert (routing.all_layers, routing.layer_numbers) == (3, [0, 2])
+    answered = np.random.default_rng(0).integers(0, 6, (9, 3, 2)).astype(np.uint8)
+    body = {
+        "token_ids": [30, 31, 32, 33],
+        "logprobs": [-1.0] * 4,
+        "finish_reason": "length",
+        "stop_reason": None,
+        "versions": None,
+        "prompt": prompt_digest([5, 6, 7, 8, 9, 10]),
+        "routes": base64.b64encode(answered.astype("<i2").tobytes()).decode(),
+        "route_shape": [9, 3, 2],
+    }
+    wanted = WantedSample([5, 6, 7, 8, 9, 10], SAMPLING, 4, 0)
+    answer = Vllm().read(body, wanted)
+    assert answer.routes is not None
+    engine = ServerEngine.__new__(ServerEngine)
+    engine.server_adapter, engine.manager = Vllm(), SimpleNamespace(policy=policy)  # type: ignore[assignment]
+    found = engine._routes(answer.routes, 9)
+    assert (found == answered[:, [0, 2]]).all()
+    assert found.dtype == np.uint8
+    with refuses("algorithm.routing_replay", "wrong-response", "(9, 3, 2)"):
+        engine._routes(answer.routes, 10)
+    with refuses("algorithm.routing_replay", "wrong-response"):
+        engine._routes(answer.routes + 6, 9)
+    del body["routes"]
+    with pytest.raises(ServerFailed, match="no experts"):
+        Vllm().read(body, wanted)
+
+
+def test_a_run_asks_vllm_for_experts_only_if_it_replays_them() -> None:
+    flag = "--enable-return-routed-experts"
+    assert flag not in Vllm().flags(ServerNeeds("cuda"))
+    assert {flag, "--enable-prefix-caching"} <= set(Vllm().flags(ServerNeeds("cuda", routes=True)))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_a_tape_keeps_the_experts(requests: list[Request], made: list[Completion], tmp_path: Path, dtype: Any) -> None:
+    responses = [replace(one, routes=one.routes.astype(dtype)) for one in rollouts(requests, made)]  # type: ignore[union-attr]
+    # A failed response has no tokens, and a trajectory with two rows has the experts of each.
+    failed = replace(responses[0], sample=8, ids=[], logprobs=[], loss_mask=[], routes=None)
+    first, second = responses[1], responses[2]
+    parts = [TrajectoryRow(one.ids, list(one.loss_mask), one.logprobs, one.routes) for one in (first, second)]
+    ids, logprobs = parts[0].ids + parts[1].ids, parts[0].logprobs + parts[1].logprobs
+    several = replace(first, sample=9, ids=ids, logprobs=logprobs, loss_mask=[], rows=tuple(parts), routes=None)
+    tape = TapeFolder(tmp_path)
+    every = [*responses, failed, several]
+    tape.write_table(tape.rollouts_file(1), rollout_rows(every))
+    back = rollouts_of(tape.read_table(tape.rollouts_file(1)))
+    for one, other in zip(back, every, strict=True):
+        for found, expected in zip(one.sequences, other.sequences, strict=True):
+            assert (found.routes is None) == (expected.routes is None)
+            if found.routes is not None and expected.routes is not None:
+                assert found.routes.dtype == dtype
+                assert (found.routes == expected.routes).all()
+    examples = [sequence for one in responses for sequence in one.sequences]
+    for fed, example in zip(fed_examples(fed_tensors(examples)), examples, strict=True):
+        assert fed.routes is not None
+        assert (fed.routes == example.routes).all()

@@ -330,7 +330,9 @@ def test_sglang_reads_the_key_from_a_file_of_its_user(monkeypatch: pytest.Monkey
     ends = [sys.executable, "-c", "pass"]
     monkeypatch.setattr(Sglang, "command", lambda self, start: commands.append(command(self, start)) or ends)
     settings = RolloutSettings(engine="sglang")
-    started, _, key = start_server(Sglang(), settings, Cpu(), str(tmp_path), "fp32", ServerNeeds("cpu"), tmp_path / "sglang.log")
+    started, _, key = start_server(
+        Sglang(), settings, Cpu(), str(tmp_path), "fp32", ServerNeeds("cpu"), tmp_path / "sglang.log"
+    )
     started.close()
     file = Path(commands[0][commands[0].index("--config") + 1])
     assert file.read_text(encoding="utf-8") == f'api-key: "{key}"\n'

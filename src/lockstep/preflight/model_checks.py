@@ -21,6 +21,7 @@ from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization, stored_tensors
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
+from lockstep.model.routing import KEY as ROUTING_KEY
 from lockstep.model.routing import refuse_unknown_routers
 from lockstep.model.streamed import weight_files
 from lockstep.model.tensor_plan import refuse_indivisible
@@ -148,7 +149,13 @@ def routers(context: Context) -> Iterator[Problem]:
 
 
 def replayed_routers(context: Context) -> None:
-    """Refuses `algorithm.routing_replay` for a model without experts, or with routers that lockstep does not know."""
+    """Refuses `algorithm.routing_replay` for a model without experts or with routers that lockstep does not know, and
+    for an engine that returns no experts on this device."""
+    engine, device = context.recipe.rollout.engine, context.device.name
+    why = serving_on(device, engine).no_routes if context.recipe.algorithm.routing_replay == "rollout" else None
+    if why is not None:
+        remedy = "use rollout.engine=native, or set it to old"
+        raise Refusal.at(ROUTING_KEY, f"engine {engine} on {device}: {why}", remedy, code="unsupported-combination")
     folders = {"model.path": context.recipe.model.path}
     if context.recipe.algorithm.routing_replay == "rollout" and reference_kind(context.recipe) == "model":
         folders["the reference"] = reference_folder(context.recipe)

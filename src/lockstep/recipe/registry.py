@@ -183,6 +183,7 @@ ENGINES: dict[str, EngineRow] = {
         "lockstep.rollout.servers.server_engine:open_engine",
         server_adapter="lockstep.rollout.servers.vllm:Vllm",
         precisions=("fp8",),
+        routes=True,
         scored={"mask": ("top_p", "top_k", "min_p")},
     ),
     "sglang": EngineRow(

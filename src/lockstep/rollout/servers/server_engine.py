@@ -214,7 +214,10 @@ class ServerEngine:
         found = routes[:tokens]
         if found.shape[1] == routing.all_layers:
             found = found[:, routing.layer_numbers]
-        if found.shape != (tokens, routing.layers, routing.top_k) or not 0 <= found.min() <= found.max() < routing.experts:
+        if (
+            found.shape != (tokens, routing.layers, routing.top_k)
+            or not 0 <= found.min() <= found.max() < routing.experts
+        ):
             raise Refusal.at(
                 KEY,
                 f"{self.server_adapter.name} returned experts of shape {tuple(routes.shape)} for {tokens} tokens of a "

@@ -90,11 +90,12 @@ class Vllm:
         if needs.lora_rank is not None:
             room = next((rank for rank in _LORA_RANKS if rank >= needs.lora_rank), needs.lora_rank)
             flags[f"--enable-lora --max-loras 1 --max-lora-rank {room}"] = "the run's adapter"
-        if needs.turns:
-            # It is the default for most models, but some versions of vLLM leave it off for hybrid models.
-            flags["--enable-prefix-caching"] = "rollout.environment: each turn reuses the cache of the turns before"
         if needs.routes:
             flags["--enable-return-routed-experts"] = "algorithm.routing_replay: answers have the experts of each token"
+            flags["--enable-prefix-caching"] = "vLLM stores the experts of a token with its cache"
+        elif needs.turns:
+            # It is the default for most models, but some versions of vLLM leave it off for hybrid models.
+            flags["--enable-prefix-caching"] = "rollout.environment: each turn reuses the cache of the turns before"
         if needs.precision is not None:
             flags[f"--quantization {QUANTIZATION[needs.precision]}"] = "rollout.precision: every push is quantised"
         return flags
