@@ -1,4 +1,4 @@
-"""Runs with `algorithm.routing_replay`: the same update however responses are packed, divided, generated or recorded."""
+"""Runs with `algorithm.routing_replay`: the same update however responses are packed, divided or recorded."""
 
 from __future__ import annotations
 
