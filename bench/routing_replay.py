@@ -148,7 +148,7 @@ def main() -> None:
     trained = folder / "runs" / "warmup" / "export"
     record: dict[str, Any] = {"machine": machine(select("cpu")), "arguments": vars(given) | {"folder": str(folder)}}
 
-    rl = [f"model.path={trained}", "val.questions=null", "val.at_start=false", "val.every=1000", "model.dtype=bf16"]
+    rl = [f"model.path={trained}", "val.questions=null", "val.at_start=false", "val.every=null", "model.dtype=bf16"]
     rl += ["batch.prompts=8", "rollout.n=4", "rollout.max_tokens=32", "optim.lr=3e-4"]
     # Several updates per step, so that `old` has an effect, and the trainer's log-probs are computed before them.
     rl += ["batch.prompts_per_update=4", "algorithm.rollout_correction.weight=token", f"run.steps={given.steps}"]

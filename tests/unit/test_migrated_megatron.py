@@ -148,7 +148,6 @@ def test_fp16_and_recomputation() -> None:
         (f"{G}.qat.enable=True", f"{G}.qat.enable"),
         (f"{G}.router_replay.mode=R4", f"{G}.router_replay.mode"),
         (f"{G}.router_replay.record_file=routes.pt", f"{G}.router_replay.record_file"),
-        ("actor_rollout_ref.ref.megatron.router_replay.mode=R3", "actor_rollout_ref.ref.megatron.router_replay.mode"),
     ],
 )
 def test_what_would_change_numbers_is_refused(word: str, key: str) -> None:
