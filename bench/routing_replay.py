@@ -51,6 +51,12 @@ SIZES = {
 }
 
 
+REWARD = """
+def digits(data_source, solution_str, ground_truth, extra_info):
+    return sum(one.isdigit() for one in solution_str) / max(1, len(solution_str))
+"""
+
+
 def write_model(folder: Path) -> None:
     """Writes a random model with the tokenizer of the embedded tiny model."""
     if (folder / "config.json").is_file():
@@ -133,7 +139,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=150, help="steps of SFT")
-    parser.add_argument("--steps", type=int, default=12, help="steps of GRPO")
+    parser.add_argument("--steps", type=int, default=6, help="steps of GRPO")
     parser.add_argument("--staleness", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--modes", nargs="*", default=["off", "old", "rollout"])
     parser.add_argument("--out")
@@ -150,6 +156,9 @@ def main() -> None:
 
     rl = [f"model.path={trained}", "val.questions=null", "val.at_start=false", "val.every=null", "model.dtype=bf16"]
     rl += ["batch.prompts=8", "rollout.n=4", "rollout.max_tokens=32", "optim.lr=3e-4"]
+    # The short warm-up solves few sums, so a dense reward moves the weights.
+    (folder / "digits.py").write_text(REWARD, encoding="utf-8")
+    rl += ["reward.function=digits.py:digits"]
     # Several updates per step, so that `old` has an effect, and the trainer's log-probs are computed before them.
     rl += ["batch.prompts_per_update=4", "algorithm.rollout_correction.weight=token", f"run.steps={given.steps}"]
     record["runs"] = []
