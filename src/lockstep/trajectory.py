@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # The reasons for which a trajectory ends.
 COMPLETED = "completed"
@@ -157,6 +160,21 @@ class TrajectoryRow:
     ids: list[int]
     loss_mask: list[int]
     logprobs: list[float]
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """The experts of the first tokens of the prompt and the row (`Completion.routes`)."""
+
+
+def full_mask(loss_mask: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """Returns the mask with one entry per token. An empty mask means that the policy generated every token."""
+    if loss_mask and len(loss_mask) != len(ids):
+        raise ValueError(f"the loss mask has {len(loss_mask)} entries for {len(ids)} tokens")
+    return list(loss_mask) or [1] * len(ids)
+
+
+def check_rows(rows: Sequence[TrajectoryRow], ids: Sequence[int]) -> None:
+    """Raises ValueError if `ids` are not the concatenated ids of the rows."""
+    if rows and [token for row in rows for token in row.ids] != list(ids):
+        raise ValueError("the ids of the rows are not the ids of the trajectory")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.trajectory import TokenRun, Trajectory, TrajectoryRow, token_runs
+from lockstep.trajectory import TokenRun, Trajectory, TrajectoryRow, check_rows, full_mask, token_runs
 from lockstep.vision.spans import ImageInputs, ImageRef, ImageSpan, cut_images
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from typing_extensions import Self
 
@@ -41,6 +42,7 @@ class Example:
     origin: Origin
     images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
     """The images of the row, in the order of their placeholder tokens."""
+    routes: np.ndarray | None = field(default=None, kw_only=True, compare=False)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -55,7 +57,6 @@ class Example:
 
     @property
     def targets(self) -> int:
-        """Number of targets."""
         return self.loss_mask[1:].count(1)
 
     @property
@@ -66,7 +67,8 @@ class Example:
     def cut(self, span: slice) -> Self:
         """Returns the example with only the tokens of the slice `span`."""
         images = cut_images(self.images, span)
-        return replace(self, ids=self.ids[span], loss_mask=self.loss_mask[span], images=images)
+        routes = None if self.routes is None else self.routes[span]
+        return replace(self, ids=self.ids[span], loss_mask=self.loss_mask[span], images=images, routes=routes)
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,8 @@ class MicroBatch:
     split, and its `lengths` are those of the full sequences."""
     images: ImageInputs | None = None
     """The images of the micro-batch; None if it has none."""
+    routes_TLK: torch.Tensor | None = None
+    """The experts that routers use for each of the N*T positions (`model/routing.py`); None: routers choose."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
@@ -269,14 +273,17 @@ class Sampling:
     """Whether log-probs are of the truncated distribution (top-p, top-k, min-p) and not of the full distribution."""
     full_precision: bool = False
     """Whether the built-in engine ignores `rollout.precision` and `rollout.kv_cache`, as in validation."""
+    routes: bool = False
+    """Whether completions have their experts (`algorithm.routing_replay: rollout`)."""
 
 
 @dataclass(frozen=True)
 class PartialResponse:
-    """The tokens of a response that were generated before a pause."""
+    """The tokens of a response that were generated before a pause. `routes` is as in `Completion`."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -350,22 +357,13 @@ class Completion:
     """The conversation with the environment. None without an environment."""
     rows: tuple[TrajectoryRow, ...] = ()
     """The rows of the trajectory, if it has several. `ids`, `logprobs` and `loss_mask` then concatenate the rows."""
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """The experts of the first tokens of prompt and response, [tokens, layers, experts per token], if the engine
+    records them. The last token has none, because no pass had it as input."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
-        _check_rows(self.rows, self.ids)
-
-
-def _mask(loss_mask: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """Returns the mask with one entry per token. An empty mask means that the policy generated every token."""
-    if loss_mask and len(loss_mask) != len(ids):
-        raise ValueError(f"the loss mask has {len(loss_mask)} entries for {len(ids)} tokens")
-    return list(loss_mask) or [1] * len(ids)
-
-
-def _check_rows(rows: Sequence[TrajectoryRow], ids: Sequence[int]) -> None:
-    if rows and [token for row in rows for token in row.ids] != list(ids):
-        raise ValueError("the ids of the rows are not the ids of the trajectory")
+        object.__setattr__(self, "loss_mask", full_mask(self.loss_mask, self.ids))
+        check_rows(self.rows, self.ids)
 
 
 @dataclass(frozen=True)
@@ -391,8 +389,7 @@ class Failure:
     part: str
     why: str
     log: str | None = field(default=None, compare=False)
-    """The file with the last output of the process that ran the reward function. Comparisons ignore this path, because
-    timing decides which process runs the function."""
+    """The last output of the process that ran the reward function. Timing decides which process that is."""
 
     @property
     def key(self) -> str:
@@ -417,7 +414,8 @@ class Rollout:
     `loss_mask[i]` is 1 for tokens of the policy and 0 for tokens of an environment. Environment tokens are not trained
     and have 0 in `logprobs`. `token_rewards` assigns parts of the score to tokens before the last token, as pairs
     (token index, amount). `versions` has for each token the version of the weights (number of steps) that generated it.
-    `versions` is empty in synchronous runs, where all tokens of a step have the same version.
+    `versions` is empty in synchronous runs, where all tokens of a step have the same version. `routes` is as in
+    `Completion`; the rows of a trajectory have their own.
     """
 
     prompt: Prompt
@@ -437,11 +435,12 @@ class Rollout:
     rows: tuple[TrajectoryRow, ...] = ()
     """The rows of the trajectory, if it has several rows, as in `Completion`."""
     key: int | None = None
-    """The random key of the prompt, from which its sampling noise was computed. None if it is not known."""
+    """The random key of the prompt, which seeds its sampling noise. None if it is not known."""
+    routes: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
-        _check_rows(self.rows, self.ids)
+        object.__setattr__(self, "loss_mask", full_mask(self.loss_mask, self.ids))
+        check_rows(self.rows, self.ids)
 
     @property
     def num_response_tokens(self) -> int:
@@ -452,8 +451,10 @@ class Rollout:
     def sequences(self) -> list[Example]:
         """The training sequences: one per row, in the order of the turns. Their loss masks select the policy tokens."""
         prompt, origin, images = list(self.prompt.ids), self.prompt.question.origin, self.prompt.images
-        rows = [(row.ids, list(row.loss_mask)) for row in self.rows] or [(self.ids, list(self.loss_mask))]
-        return [Example(prompt + ids, [0] * len(prompt) + mask, origin, images=images) for ids, mask in rows]
+        rows: Sequence[TrajectoryRow | Rollout] = self.rows or [self]
+        masks = [[0] * len(prompt) + list(row.loss_mask) for row in rows]
+        pairs = zip(rows, masks, strict=True)
+        return [Example(prompt + row.ids, mask, origin, images=images, routes=row.routes) for row, mask in pairs]
 
     @property
     def turn_tokens(self) -> list[int]:

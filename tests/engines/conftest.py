@@ -33,6 +33,7 @@ class RealServer:
     def __init__(self, model: Path, logs: Path, lora_rank: int | None):
         from lockstep.device.cpu import Cpu
         from lockstep.recipe.keys_rollout import RolloutSettings
+        from lockstep.rollout.servers.adapter import ServerNeeds
         from lockstep.rollout.servers.server_process import start_server
         from lockstep.rollout.servers.vllm import Vllm
 
@@ -40,7 +41,13 @@ class RealServer:
         # Of all servers of these tests, and of the runs that ask them.
         os.environ.setdefault("LOCKSTEP_SERVER_KEY", secrets.token_urlsafe(32))
         self.process, self.url, _ = start_server(
-            Vllm(), settings, Cpu(), str(model), "fp32", lora_rank, logs / "vllm" / "server.log"
+            Vllm(),
+            settings,
+            Cpu(),
+            str(model),
+            "fp32",
+            ServerNeeds("cpu", lora_rank=lora_rank),
+            logs / "vllm" / "server.log",
         )
 
     def wait(self) -> None:

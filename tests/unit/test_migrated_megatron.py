@@ -146,7 +146,8 @@ def test_fp16_and_recomputation() -> None:
         (f"+{G}.override_transformer_config.moe_z_loss_coeff=1", f"{G}.override_transformer_config.moe_z_loss_coeff"),
         (f"+{G}.override_transformer_config.num_layers=3", f"{G}.override_transformer_config.num_layers"),
         (f"{G}.qat.enable=True", f"{G}.qat.enable"),
-        (f"{G}.router_replay.mode=R2", f"{G}.router_replay.mode"),
+        (f"{G}.router_replay.mode=R4", f"{G}.router_replay.mode"),
+        (f"{G}.router_replay.record_file=routes.pt", f"{G}.router_replay.record_file"),
     ],
 )
 def test_what_would_change_numbers_is_refused(word: str, key: str) -> None:
@@ -155,6 +156,15 @@ def test_what_would_change_numbers_is_refused(word: str, key: str) -> None:
     (problem,) = refused.value.problems
     assert problem.where == key
     assert problem.remedy
+
+
+@pytest.mark.parametrize("group", [A, G])
+@pytest.mark.parametrize(("mode", "expected"), [("disabled", "off"), ("R2", "old"), ("R3", "rollout")])
+def test_routing_replay(group: str, mode: str, expected: str) -> None:
+    """R2 replays the experts of the old log-probs, R3 those of the rollout."""
+    recorded = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    made = recipe(f"{group}.router_replay.mode={mode}", recorded)
+    assert made.algorithm.routing_replay == expected
 
 
 def test_settings_that_repeat_the_model_are_accepted() -> None:

@@ -310,7 +310,7 @@ def test_the_key_of_a_server_is_in_no_command_line_and_no_file_of_others(
     log = tmp_path / "rollout" / "vllm.log"
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     settings = RolloutSettings(engine="vllm")
-    started, address, key = start_server(Vllm(), settings, Cpu(), str(tmp_path), "fp32", None, log)
+    started, address, key = start_server(Vllm(), settings, Cpu(), str(tmp_path), "fp32", ServerNeeds("cpu"), log)
     try:
         wait_until(lambda: "key s3cret" in started.last_lines())
         assert f"key {key}" in started.last_lines()
@@ -330,7 +330,9 @@ def test_sglang_reads_the_key_from_a_file_of_its_user(monkeypatch: pytest.Monkey
     ends = [sys.executable, "-c", "pass"]
     monkeypatch.setattr(Sglang, "command", lambda self, start: commands.append(command(self, start)) or ends)
     settings = RolloutSettings(engine="sglang")
-    started, _, key = start_server(Sglang(), settings, Cpu(), str(tmp_path), "fp32", None, tmp_path / "sglang.log")
+    started, _, key = start_server(
+        Sglang(), settings, Cpu(), str(tmp_path), "fp32", ServerNeeds("cpu"), tmp_path / "sglang.log"
+    )
     started.close()
     file = Path(commands[0][commands[0].index("--config") + 1])
     assert file.read_text(encoding="utf-8") == f'api-key: "{key}"\n'
@@ -341,7 +343,7 @@ def test_sglang_reads_the_key_from_a_file_of_its_user(monkeypatch: pytest.Monkey
     assert not file.parent.exists()
     own = RolloutSettings(engine="sglang", server={"args": ["--config", "mine.yaml"]})
     with refuses("rollout.server.args", "reserved-flag", "--config"):
-        start_server(Sglang(), own, Cpu(), str(tmp_path), "fp32", None, tmp_path / "sglang.log")
+        start_server(Sglang(), own, Cpu(), str(tmp_path), "fp32", ServerNeeds("cpu"), tmp_path / "sglang.log")
 
 
 # -- HTTP

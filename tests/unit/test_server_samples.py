@@ -243,6 +243,19 @@ def test_a_sample_is_told_of_once_and_a_strangers_request_at_every_token() -> No
     assert memoryview(sample.kv_transfer_params[LOGPROBS]).cast("d").tolist() == [-0.25, float(np.float32(-0.1)), -4.0]
 
 
+def test_the_experts_of_all_tokens_are_told_with_the_sample() -> None:
+    """With --enable-return-routed-experts, the first output has the experts of the prompt."""
+    name = f"{SAMPLE}1"
+    parts = [np.arange(12, dtype=np.uint8).reshape(3, 2, 2), np.full((1, 2, 2), 7, dtype=np.uint8)]
+    outputs = [output(name, 1, -0.25), output(name, 2, -0.5, "stop")]
+    for one, routes in zip(outputs, parts, strict=True):
+        one.routed_experts = routes
+    scheduler = Scheduler([[one] for one in outputs], {name: None})
+    scheduler.update_from_output()
+    [told] = scheduler.update_from_output()[0].outputs
+    assert (told.routed_experts == np.concatenate(parts)).all()
+
+
 def test_log_probs_of_other_tokens_are_no_answer() -> None:
     steps = [[output(f"{SAMPLE}1", 1, -0.25)], [output(f"{SAMPLE}1", 2, -0.25, "length", scored=5)]]
     scheduler = Scheduler(steps, {f"{SAMPLE}1": None})

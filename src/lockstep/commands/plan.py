@@ -89,7 +89,8 @@ def _weight_sync(recipe: Recipe, device: Device) -> str:
 def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
     rollout, lora = recipe.rollout, recipe.model.lora
     rank = None if lora is None or lora.rank is None else lora.rank * (2 if lora.init.startswith("pissa") else 1)
-    needs = ServerNeeds(device.name, rollout.sleep, rank, rollout.interactive, rollout.precision)
+    routes = recipe.algorithm.routing_replay == "rollout"
+    needs = ServerNeeds(device.name, rollout.sleep, rank, rollout.interactive, rollout.precision, routes)
     settings = [
         *server_adapter_of(rollout).settings(needs).items(),
         *serving_on(device.name, rollout.engine).settings(sleep=rollout.sleep),

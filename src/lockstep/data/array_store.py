@@ -106,8 +106,8 @@ class Store(_Items[T]):
         if self.about["asked"] is None:
             return Example(ids, trained, origin, images=images)
         begin, end = self._arrays["position_starts"][number : number + 2]
-        how = {"positions": tuple(self._arrays["positions"][begin:end].tolist()), "images": images}
-        return ScoredExample(ids, trained, origin, token_ids=tuple(self.about["asked"]), **how)
+        positions = tuple(self._arrays["positions"][begin:end].tolist())
+        return ScoredExample(ids, trained, origin, positions, tuple(self.about["asked"]), images=images)
 
     @property
     def lengths_E(self) -> np.ndarray:

@@ -152,12 +152,30 @@ def micro_batch(
         return MicroBatch(blank, torch.zeros_like(blank), (1,), True, nothing, nothing, nothing)
     shares = shares or [0] * len(examples)
     batch = _packed(examples, shares) if packed else _padded(examples, pad_id)
+    shares = shares if packed else [0] * len(examples)
     if any(example.images for example in examples):
-        shares = shares if packed else [0] * len(examples)
         batch = replace(batch, images=image_inputs(examples, batch, shares))
+    if any(example.routes is not None for example in examples):
+        batch = replace(batch, routes_TLK=_routes(examples, shares, batch.input_ids_NT.shape[1], packed))
     if starts is not None:
         batch = replace(batch, index_K=_counted(starts, examples))
     return batch if places is None else replace(batch, local_index_K=_counted(places, examples))
+
+
+def _routes(examples: Sequence[Example], shares: Sequence[int], width: int, packed: bool) -> torch.Tensor:
+    """Returns the recorded experts of each position. Tokens without recorded experts, and padding, have -1."""
+    parts = []
+    for example, share in zip(examples, shares, strict=True):
+        routes, (_, predictors, _) = example.routes, _numbers(example)
+        least = int(predictors.max()) + 1 if len(predictors) else 0
+        if routes is None or not least <= len(routes) <= len(example):
+            found = 0 if routes is None else len(routes)
+            why = f"the engine recorded the experts of {found} tokens, but {least} to {len(example)} are needed"
+            raise ValueError(f"{example.origin}: {why}")
+        full = np.full((len(example) if packed else width, *routes.shape[1:]), -1, dtype=np.int16)
+        full[: len(routes)] = routes
+        parts.append(full[share:])
+    return _joined(parts)
 
 
 def _counted(starts: Sequence[int], examples: Sequence[Example]) -> torch.Tensor:
@@ -253,6 +271,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         predictors_K=sent(batch.predictors_K, device),
         targets_K=sent(batch.targets_K, device),
         images=None if batch.images is None else images_to(batch.images, device),
+        routes_TLK=None if batch.routes_TLK is None else sent(batch.routes_TLK, device),
     )
 
 
@@ -354,8 +373,20 @@ def common_prompt(group: Sequence[Example]) -> int:
     head = group[0]
     prompt = min(_untrained(example) for example in group)
     if all(example.ids[:prompt] == head.ids[:prompt] and example.images == head.images for example in group):
-        return prompt
-    return min(prompt, *(shared_beginnings([head, example])[1] for example in group[1:]))
+        return min(prompt, *(_same_routes(head, example, prompt) for example in group[1:]))
+    shared = min(prompt, *(shared_beginnings([head, example])[1] for example in group[1:]))
+    return min(shared, *(_same_routes(head, example, shared) for example in group[1:]))
+
+
+def _same_routes(one: Example, other: Example, most: int) -> int:
+    """Returns how many of the first `most` tokens of two sequences have the same recorded experts. Tokens of other
+    experts have other hidden states, so a packed row cannot share them. A group can have several versions of the
+    weights, and an engine rounds differently if it computes a prompt again."""
+    if one.routes is None or other.routes is None:
+        return most
+    length = min(most, len(one.routes), len(other.routes))
+    differs = np.flatnonzero((one.routes[:length] != other.routes[:length]).any((1, 2)))
+    return int(differs[0]) if len(differs) else length
 
 
 def _untrained(example: Example) -> int:

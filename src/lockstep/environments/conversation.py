@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lockstep.data.encode.chat_text import ChatText, TemplateInputs
 from lockstep.data.encode.prompt_rows import prompt_ids
 from lockstep.data.encode.tokenizer_cache import token_ids
@@ -39,6 +41,8 @@ class TokenRow:
         """The tokens after the head."""
         self.loss_mask: list[int] = []
         self.logprobs: list[float] = []
+        self.routes: np.ndarray | None = None
+        """The experts of the first tokens of the head and the ids (`Completion.routes`)."""
         self._earlier: list[tuple[list[int], TrajectoryRow]] = []
 
     @property
@@ -62,6 +66,7 @@ class TokenRow:
         self.ids += turn.ids
         self.loss_mask += [1] * len(turn.ids)
         self.logprobs += turn.logprobs
+        self.routes = _with_routes(self.routes, turn.routes)
         return start, start + len(turn.ids)
 
     def add_context(self, ids: Sequence[int]) -> None:
@@ -72,18 +77,19 @@ class TokenRow:
 
     def start_row(self, head: Sequence[int]) -> None:
         """Begins a new row."""
-        self._earlier.append((self.head, TrajectoryRow(self.ids, self.loss_mask, self.logprobs)))
-        self.head, self.ids, self.loss_mask, self.logprobs = list(head), [], [], []
+        self._earlier.append((self.head, TrajectoryRow(self.ids, self.loss_mask, self.logprobs, self.routes)))
+        self.head, self.ids, self.loss_mask, self.logprobs, self.routes = list(head), [], [], [], None
 
     def rows(self) -> tuple[list[int], list[TrajectoryRow]]:
         """Returns the prompt that all rows have in common, and the rows after this prompt."""
-        every = [*self._earlier, (self.head, TrajectoryRow(self.ids, self.loss_mask, self.logprobs))]
+        every = [*self._earlier, (self.head, TrajectoryRow(self.ids, self.loss_mask, self.logprobs, self.routes))]
         shared = _common(head for head, _ in every)
         rows = [
             TrajectoryRow(
                 head[shared:] + row.ids,
                 [0] * len(head[shared:]) + row.loss_mask,
                 [0.0] * len(head[shared:]) + row.logprobs,
+                row.routes,
             )
             for head, row in every
         ]
@@ -96,6 +102,12 @@ class TokenRow:
             found.append(before + len(head) - shared)
             before += len(head) - shared + len(row.ids)
         return found
+
+
+def _with_routes(before: np.ndarray | None, turn: np.ndarray | None) -> np.ndarray | None:
+    """Returns the experts of a row after a further turn. Tokens of earlier turns keep the experts with which these
+    turns were sampled, even if the engine has computed the tokens again."""
+    return turn if before is None or turn is None else np.concatenate([before, turn[len(before) :]])
 
 
 def _common(heads: Iterable[Sequence[int]]) -> int:

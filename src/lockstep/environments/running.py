@@ -183,7 +183,8 @@ class Running:
         new = len(completion.ids) - len(self.partial_versions)
         versions = list(completion.versions) if version is None else [*self.partial_versions, *[version] * new]
         if completion.stop == PAUSED:
-            self.partial, self.partial_versions = PartialResponse(completion.ids, completion.logprobs), versions
+            self.partial = PartialResponse(completion.ids, completion.logprobs, completion.routes)
+            self.partial_versions = versions
             return False
         self.asks, self.partial, self.partial_versions = False, PartialResponse(), []
         self.versions += versions
@@ -264,4 +265,5 @@ class Running:
             prompt_ids=prompt,
             trajectory=trajectory,
             rows=tuple(rows) if len(rows) > 1 else (),
+            routes=rows[0].routes if len(rows) == 1 else None,
         )

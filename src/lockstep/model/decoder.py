@@ -31,6 +31,7 @@ from lockstep.kernels.mixers import (
 )
 from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.kernels.tiled_mlp import tile_mlps, untiled
+from lockstep.model.routing import KEY, Routing
 from lockstep.model.temperature import POSITIONS, give_positions
 from lockstep.model.text_model import text_config
 from lockstep.model.towers.vision_model import ImageEmbeddings, tower_parts, towers_of
@@ -55,6 +56,8 @@ class Decoder:
         self.records_router_logits = False
         """Whether a forward pass of a mixture-of-experts model stores the router logits in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
+        self.routing: Routing | None = None
+        """The routers, if the run replays or records their choices (`model/routing.py`)."""
         self._activations: ActivationOffload | None = None
         self._positions_needed = False
         self.mixers: list[PackedMixer] = []
@@ -64,6 +67,16 @@ class Decoder:
         self.moving = own_positions(model)
         self.images = ImageEmbeddings(model) if towers_of(model) else None
         """Puts image features into embeddings, if the model was loaded with its towers."""
+
+    def install_routing(self, where: str) -> Routing:
+        """Makes forward passes record or replay the choices of the routers. `where` names the model in an error."""
+        if self.routing is None:
+            name = type(self.model).__name__
+            if self.selects_rows:
+                why = f"{where}: {name} selects tokens with an indexer, and runs sequences as padded rows"
+                raise Refusal.at(KEY, why, "set it to off", code="unsupported-model")
+            self.routing = Routing(self.layers, name, where)
+        return self.routing
 
     @property
     def alike_up_to(self) -> int | None:
@@ -168,6 +181,8 @@ class Decoder:
         assert batch.images is None or self.images is not None, "the model was loaded without its towers"
         if isinstance(self._probe, RowProbe):
             return self._in_rows(batch, self._probe)
+        if self.routing is not None:
+            self.routing.begin(batch.routes_TLK)
         own_T = None if batch.context is None else batch.context.local_T
         lines = sequences(
             self.moving, batch.lengths, batch.input_ids_NT.shape, batch.packed_index_E, batch.packed, own_T
@@ -187,6 +202,8 @@ class Decoder:
             )
         if self.records_router_logits:
             self.router_logits = tuple(output.router_logits)
+        if self.routing is not None:
+            self.routing.end()
         return self._before_head(output.last_hidden_state)
 
     def _in_rows(self, batch: MicroBatch, probe: RowProbe) -> torch.Tensor:

@@ -221,6 +221,8 @@ class Policy(nn.Module):
         """Yields the transformers model prepared for `generate`: in evaluation mode, and with transformers' own
         attention, which supports a KV cache."""
         model, training = self.causal_lm, self.training
+        if self.decoder.routing is not None:
+            self.decoder.routing.begin(None)
         self.eval()
         model.set_attn_implementation(own_attention(model))
         try:

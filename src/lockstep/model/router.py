@@ -28,6 +28,14 @@ def experts_of_token(config: Any) -> int | None:
     return next((int(getattr(text, name)) for name in CHOSEN if getattr(text, name, None)), None)
 
 
+def route_bytes(config: Any) -> int:
+    """Returns the bytes of the recorded experts of a token (`model/routing.py`), if every layer has experts."""
+    layers, chosen = text_config(config).num_hidden_layers, experts_of_token(config) or 0
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = max(getattr(text_config(config), name, None) or 0 for name in names)
+    return layers * chosen * (1 if experts <= 256 else 2)
+
+
 def refuse_router_loss(config: Any, where: str, coefficient: float | None = None) -> None:
     """Raises `Refusal` if the model's config enables a load-balancing loss, but the recipe does not set
     `model.aux_loss_coef`. Also raises `Refusal` if lockstep cannot reproduce the load-balancing loss. `where` names the

@@ -90,6 +90,10 @@ class Division:
         more = torch.arange(sum(self.lengths) - len(self.real_T))
         ids_T = torch.cat([batch.input_ids_NT.flatten()[self.real_T], torch.zeros_like(more)])
         positions_T = torch.cat([batch.position_ids_NT.flatten()[self.real_T], more])
+        routes_TLK = batch.routes_TLK
+        if routes_TLK is not None:
+            unknown = routes_TLK.new_full((len(more), *routes_TLK.shape[1:]), -1)
+            routes_TLK = torch.cat([routes_TLK[self.real_T], unknown])[own_T]
         return replace(
             batch,
             input_ids_NT=ids_T[own_T][None],
@@ -100,7 +104,15 @@ class Division:
             targets_K=batch.targets_K[local_K],
             index_K=batch.index_K[local_K],
             context=self,
+            routes_TLK=routes_TLK,
         )
+
+    def of_full(self, local_TLK: torch.Tensor) -> torch.Tensor:
+        """Returns values of this rank's tokens at the positions of the micro-batch. Other positions have -1."""
+        full = local_TLK.new_full((self.batch.input_ids_NT.numel(), *local_TLK.shape[1:]), -1)
+        real = self.local_T < len(self.real_T)  # tokens of the dummy sequence are no tokens of the micro-batch
+        full[self.real_T[self.local_T[real]]] = local_TLK[real]
+        return full
 
     def together(self, own_K: torch.Tensor) -> torch.Tensor:
         """All-gathers values per target, so that every rank has them in the order of the micro-batch's targets."""

@@ -202,6 +202,8 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
         return True
     if recipe.rollout.low_precision is not None:
         return True  # the mismatch is measured in every step
+    if algorithm.routing_replay == "old" and updates * algorithm.epochs > 1:
+        return True  # the updates replay the experts of this pass
     chosen_before = loss_row(algorithm.loss).selection_keys is not None
     needed = updates * algorithm.epochs > 1 or algorithm.kl.in_reward() or chosen_before
     return needed and not algorithm.rollout_correction.bypass

@@ -189,6 +189,10 @@ def _offline(context: Context) -> bool:
     return not context.online
 
 
+def _replays_routing(context: Context) -> bool:
+    return _online(context) and context.recipe.algorithm.routing_replay != "off"
+
+
 def _online(context: Context) -> bool:
     return context.online
 
@@ -250,6 +254,7 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(model.open_config, CheckStage.OPEN),
         PreflightCheck(model.tokenizer_of_model, CheckStage.MODEL),
         PreflightCheck(model.routers, CheckStage.MODEL),
+        PreflightCheck(model.replayed_routers, CheckStage.MODEL, _replays_routing),
         PreflightCheck(model.classifier, CheckStage.MODEL, lambda context: model.trains_value_model(context.recipe)),
         PreflightCheck(model.architectures, CheckStage.MODEL),
         PreflightCheck(model.tiled_mlps, CheckStage.MODEL, lambda context: context.recipe.model.tiled_mlp is not None),

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.router import route_bytes
 from lockstep.model.text_model import text_config, text_sizes
 from lockstep.parallel.offload import TOGETHER
 from lockstep.parallel.sharding import grid_of
@@ -426,6 +427,7 @@ def _with_online_parts(
         # One byte per element, and a scale in fp32 per head of keys and of values.
         elements = kv_bytes(config, 1, recipe.parallel.tensor_parallel)
         token = elements + 4 * elements // text_sizes(config).head_size
+    token += route_bytes(config) if recipe.algorithm.routing_replay == "rollout" else 0
     slot = state_bytes(config, DTYPES[recipe.model.dtype])
     states = plan_states(slot, math.inf, sequences, recipe.rollout.n, "memory").bytes
     cached = sequences * engine.longest * token + states

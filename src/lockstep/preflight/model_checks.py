@@ -21,6 +21,8 @@ from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization, stored_tensors
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
+from lockstep.model.routing import KEY as ROUTING_KEY
+from lockstep.model.routing import refuse_unknown_routers
 from lockstep.model.streamed import weight_files
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.model.text_model import model_on_meta, placeholder_ids, text_config
@@ -144,6 +146,22 @@ def routers(context: Context) -> Iterator[Problem]:
         wanted = coefficient if key == "model.path" or experts_of_token(config) else 0.0
         problems = problems_of(refuse_router_loss, config, where, wanted)
         yield from problems or problems_of(refuse_router_noise, config, where)
+
+
+def replayed_routers(context: Context) -> None:
+    """Refuses `algorithm.routing_replay` for a model without experts or with routers that lockstep does not know, and
+    for an engine that returns no experts on this device."""
+    engine, device = context.recipe.rollout.engine, context.device.name
+    why = serving_on(device, engine).no_routes if context.recipe.algorithm.routing_replay == "rollout" else None
+    if why is not None:
+        remedy = "use rollout.engine=native, or set it to old"
+        raise Refusal.at(ROUTING_KEY, f"engine {engine} on {device}: {why}", remedy, code="unsupported-combination")
+    folders = {"model.path": context.recipe.model.path}
+    if context.recipe.algorithm.routing_replay == "rollout" and reference_kind(context.recipe) == "model":
+        folders["the reference"] = reference_folder(context.recipe)
+    for key, path in folders.items():
+        model = model_on_meta(load_config(path))
+        refuse_unknown_routers(decoder_layers(model), type(model).__name__, f"{key} {path}")
 
 
 def classifier(context: Context) -> None:

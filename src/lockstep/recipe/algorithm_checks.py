@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.errors import Problem, conflict, needs, unfit, unused
 from lockstep.functions import is_function_path
-from lockstep.recipe.registry import estimator_row, loss_row
+from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 from lockstep.recipe.schema import Recipe
 
 # The keyword arguments that every reward function gets.
@@ -30,6 +30,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _correction_problems(recipe)
     yield from _gdpo_problems(recipe)
     yield from _turn_problems(recipe)
+    yield from _routing_problems(recipe)
     yield from _reward_problems(recipe)
     if algorithm.overlong.buffer > recipe.rollout.max_tokens:
         yield Problem("algorithm.overlong.buffer", "exceeds rollout.max_tokens", code="out-of-range")
@@ -210,6 +211,28 @@ def _turn_problems(recipe: Recipe) -> Iterator[Problem]:
             f"{algorithm.advantage} normalizes the separate rewards of a response, which have no turn",
             "remove this key, or use the advantage grpo",
         )
+
+
+def _routing_problems(recipe: Recipe) -> Iterator[Problem]:
+    key, mode, rollout = "algorithm.routing_replay", recipe.algorithm.routing_replay, recipe.rollout
+    if mode == "off":
+        return
+    if recipe.model.aux_loss_coef:
+        why = "the load-balancing loss counts the experts that routers choose, not the replayed ones"
+        yield unfit(key, why, "set model.aux_loss_coef=0, or algorithm.routing_replay=off")
+    if mode == "old":
+        return
+    if not ENGINES[rollout.engine].routes:
+        with_routes = " or ".join(name for name, row in ENGINES.items() if row.routes)
+        why = f"engine {rollout.engine} does not return the experts of each token"
+        yield unfit(key, why, f"use rollout.engine={with_routes}, or algorithm.routing_replay=old")
+    for name in ("function", "agent"):
+        if getattr(rollout, name) is not None:
+            why = f"rollout.{name} returns tokens and log-probs, but not the experts of each token"
+            yield unfit(key, why, "set it to old, or use rollout.environment")
+    if recipe.method == "on_policy_distill":
+        why = "the reference is the teacher, which must choose its experts itself"
+        yield unfit(key, why, "set it to old, or to off")
 
 
 def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import BeforeValidator
+
 from lockstep.recipe.registry import ESTIMATORS, LOSSES
 from lockstep.recipe.section import FOLDER, RATE, REWARD, Effect, Field, Named, Section
 
@@ -257,6 +259,11 @@ class Overlong(Section):
     )
 
 
+def _as_off(value: object) -> object:
+    """YAML reads `off` as false."""
+    return "off" if value is False else value
+
+
 class Algorithm(Section):
     advantage: Annotated[str, Named(ESTIMATORS, allow_function=True)] = Field(
         "grpo", description="Advantage estimator: a name, or your function `path/to/file.py:name`."
@@ -397,6 +404,15 @@ class Algorithm(Section):
     rollout_correction: RolloutCorrection = Field(
         default_factory=RolloutCorrection,
         effect=Effect("blocks", "tokens are weighted or masked differently in the loss"),
+    )
+    routing_replay: Annotated[Literal["off", "rollout", "old"], BeforeValidator(_as_off)] = Field(
+        "off",
+        description="For a mixture of experts: which experts the policy uses for each token in training. `off`: those "
+        "that its routers choose in each pass. `rollout`: those that the engine used when it generated the response "
+        "(R3); the passes for old and reference log-probabilities and all updates use them. `old`: those of the pass "
+        "for old log-probabilities, in all updates of the step (R2). Gate weights are always computed by the current "
+        "routers, so routers are trained.",
+        effect=Effect("blocks", "tokens are routed to other experts in training"),
     )
     dynamic_sampling: DynamicSampling = Field(
         default_factory=DynamicSampling, effect=Effect("blocks", "different groups are trained")

@@ -66,6 +66,8 @@ class EngineRow:
     """Whether the engine supports tensor parallelism (`parallel.tensor_parallel`)."""
     precisions: tuple[str, ...] = ()
     """The values of `rollout.precision` that the engine supports."""
+    routes: bool = False
+    """Whether completions have the experts of each token (`algorithm.routing_replay: rollout`)."""
     quantizes_adapted: bool = True
     """Whether `rollout.precision` may be combined with a LoRA adapter."""
     server_adapter: str = ""
@@ -174,12 +176,14 @@ ENGINES: dict[str, EngineRow] = {
         images=True,
         divided=True,
         precisions=("fp8", "int8"),
+        routes=True,
     ),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
         server_adapter="lockstep.rollout.servers.vllm:Vllm",
         precisions=("fp8",),
+        routes=True,
         scored={"mask": ("top_p", "top_k", "min_p")},
     ),
     "sglang": EngineRow(

@@ -278,6 +278,7 @@ def collect(
                     "text": text,
                     "trajectory": completion.trajectory,
                     "rows": completion.rows,
+                    "routes": completion.routes,
                     "prompt": _prompt(prompts[index], completion),
                 }
                 if world.is_tp_rank0:

@@ -81,6 +81,7 @@ def training_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
         stop_strings=tuple(rollout.stop),
         seed=recipe.run.seed,
         score_truncated=rollout.truncated_sampling == "mask",
+        routes=recipe.algorithm.routing_replay == "rollout",
     )
 
 

@@ -78,7 +78,34 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     if any(rollout.rows for rollout in rollouts):
         lengths = [[len(part.ids) for part in rollout.rows] for rollout in rollouts]
         rows = [row | {"row_lengths": counts} for row, counts in zip(rows, lengths, strict=True)]
+    if any(route is not None for rollout in rollouts for route in _routes(rollout)):
+        rows = [row | _route_columns(rollout) for row, rollout in zip(rows, rollouts, strict=True)]
     return rows
+
+
+def _routes(rollout: Rollout) -> list[np.ndarray | None]:
+    """Returns the recorded experts of each training sequence."""
+    return [row.routes for row in rollout.rows] or [rollout.routes]
+
+
+def _route_columns(rollout: Rollout) -> dict[str, Any]:
+    """Returns the experts as bytes, the number of tokens of each sequence that have experts, and the sizes (layers,
+    experts per token, bytes per number). A failed response has none."""
+    routes = [route for route in _routes(rollout) if route is not None]
+    sizes = [*routes[0].shape[1:], routes[0].dtype.itemsize] if routes else [0, 0, 1]
+    return {
+        "routes": b"".join(np.ascontiguousarray(route).tobytes() for route in routes),
+        "route_tokens": [len(route) for route in routes],
+        "route_sizes": sizes,
+    }
+
+
+def _read_routes(row: dict[str, Any]) -> list[np.ndarray]:
+    if not row.get("route_tokens"):
+        return []
+    layers, top_k, size = row["route_sizes"]
+    numbers = np.frombuffer(row["routes"], dtype=np.uint8 if size == 1 else np.int16).reshape(-1, layers, top_k)
+    return np.split(numbers, list(accumulate(row["route_tokens"]))[:-1])
 
 
 def _trajectory_text(rollout: Rollout) -> str:
@@ -89,7 +116,11 @@ def _trajectory_text(rollout: Rollout) -> str:
 def _trajectory_rows(row: dict[str, Any]) -> tuple[TrajectoryRow, ...]:
     ends = list(accumulate(row.get("row_lengths") or (), initial=0))
     spans = [slice(start, stop) for start, stop in pairwise(ends)]
-    return tuple(TrajectoryRow(row["ids"][at], row["trained"][at], row["logprobs"][at]) for at in spans)
+    routes: Sequence[np.ndarray | None] = _read_routes(row) or [None] * len(spans)
+    return tuple(
+        TrajectoryRow(row["ids"][at], row["trained"][at], row["logprobs"][at], route)
+        for at, route in zip(spans, routes, strict=True)
+    )
 
 
 def _rollout_row(rollout: Rollout) -> dict[str, Any]:
@@ -159,8 +190,9 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         row.get("trained") or (),
         row.get("versions") or (),
         Trajectory.from_dict(from_json(row["trajectory"])) if row.get("trajectory") else None,
-        _trajectory_rows(row),
+        _trajectory_rows(row) if row.get("row_lengths") else (),
         row.get("key"),
+        None if row.get("row_lengths") else next(iter(_read_routes(row)), None),
     )
 
 
@@ -239,7 +271,13 @@ def fed_tensors(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
     """Returns the input sequences of the model as tensors. `fed_examples` converts the tensors back to sequences."""
     ids, scored, targets = _scored_tokens(examples) if _plain(examples) else _scored_tokens_each(examples)
     columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": scored, "targets": targets}
-    return {f"fed/{name}": torch.from_numpy(np.asarray(column, dtype=np.int32)) for name, column in columns.items()}
+    tensors = {f"fed/{name}": torch.from_numpy(np.asarray(column, dtype=np.int32)) for name, column in columns.items()}
+    routes = [one.routes for one in examples if one.routes is not None]
+    if routes:
+        tensors["fed/routes"] = torch.from_numpy(np.concatenate(routes))
+        counts = [0 if one.routes is None else len(one.routes) for one in examples]
+        tensors["fed/route_tokens"] = torch.tensor(counts, dtype=torch.int32)
+    return tensors
 
 
 def _plain(examples: Sequence[Example]) -> bool:
@@ -273,13 +311,21 @@ def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[RecordedExample]:
     """Returns the input sequences of the model in a recorded step, given the tensors of `fed_tensors`."""
     ids, scored = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
     examples, token, target = [], 0, 0
+    routes = _fed_routes(tensors)
     for number, (length, targets) in enumerate(
         zip(tensors["fed/lengths"].tolist(), tensors["fed/targets"].tolist(), strict=True)
     ):
         pairs = tuple((position, token) for position, token in scored[target : target + targets])
-        examples.append(RecordedExample(ids[token : token + length], [0] * length, Origin("tape", number), pairs))
+        origin, recorded = Origin("tape", number), routes[number] if routes else None
+        examples.append(RecordedExample(ids[token : token + length], [0] * length, origin, pairs, routes=recorded))
         token, target = token + length, target + targets
     return examples
+
+
+def _fed_routes(tensors: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
+    if "fed/routes" not in tensors:
+        return []
+    return [part.numpy() for part in tensors["fed/routes"].split(tensors["fed/route_tokens"].tolist())]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from lockstep.recipe.registry import estimator_row
 from lockstep.recipe.schema import Batch
 from lockstep.run.metrics import PhaseTimer
 from lockstep.train.models import Models
+from lockstep.train.routing_replay import RoutingReplay
 from lockstep.types import Example, MicroBatch, Origin, Prompt, Question, Rollout, RolloutMeta, Score
 
 # Shape suffixes: S is the number of responses of the step. K is the number of policy tokens of the responses on this
@@ -418,8 +419,9 @@ def compute_model_outputs(
 ) -> ModelOutputs:
     old_K = trainer_K = squares_K = reference_K = values_K = None
     settings, energy = recipe.algorithm.rollout_correction, estimator_row(recipe.algorithm.advantage).energy
+    replay = RoutingReplay(models.module, recipe, batches := [plan.batches for plan in plans])
     if old_needed(recipe, len(plans)):
-        with phases("old_log_prob"):
+        with phases("old_log_prob"), replay.old_pass():
             if energy:
                 both = torch.cat([models.logprobs_and_squares(plan) for plan in plans], 1)
                 old_K, squares_K = both[0], both[1]
@@ -430,6 +432,7 @@ def compute_model_outputs(
     if recipe.algorithm.kl.where != "none":
         with phases("ref"):
             reference_K = torch.cat([models.reference_logprobs(plan) for plan in plans])
+    replay.into(batches)
     if models.critic is not None:
         with phases("values"):
             values_K = torch.cat([models.values(plan) for plan in plans])

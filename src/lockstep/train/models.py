@@ -34,6 +34,7 @@ from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.policy import Policy, Scoring, Teacher, evaluating
 from lockstep.model.pretrained import told_unused
 from lockstep.model.router import experts_of_token
+from lockstep.model.routing import Routing
 from lockstep.model.weights import biases_and_norms
 from lockstep.optimizers.roles import roles_of
 from lockstep.parallel.context_split import Division, refuse_undivided
@@ -55,6 +56,7 @@ from lockstep.train.logprob_cache import LogprobCache
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.optim_offload import HostOptimizer
 from lockstep.train.optim_rules import RuleOptimizer
+from lockstep.train.routing_replay import install_routing
 from lockstep.train.step import Balance, Learner
 from lockstep.types import Example, Item, MicroBatch
 
@@ -306,7 +308,9 @@ def build_learner(recipe: Recipe, device: Device, world: World, torch_device: to
             error=True,
         )
     name = "actor" if recipe.method in ONLINE else "train"
-    return _learner(policy, recipe, recipe.optim, device, world, torch_device, name, offload)
+    learner = _learner(policy, recipe, recipe.optim, device, world, torch_device, name, offload)
+    learner.routing = install_routing(policy, recipe, settings.path)
+    return learner
 
 
 def _tell_unused(module: Policy | ValueModel, path: str, world: World) -> None:
@@ -394,9 +398,16 @@ def _balance(module: Policy | ValueModel, recipe: Recipe, world: World) -> Balan
     return Balance(module, decoder, recipe.model.aux_loss_coef, chosen, world)
 
 
-def build_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy | None:
+def build_reference(
+    recipe: Recipe, device: Device, world: World, torch_device: torch.device, like: Routing | None = None
+) -> Policy | None:
     """Loads the separate frozen reference model. Returns None if the run does not keep a reference model in memory."""
-    return load_reference(recipe, device, world, torch_device) if reference_kind(recipe) == "model" else None
+    if reference_kind(recipe) != "model":
+        return None
+    reference = load_reference(recipe, device, world, torch_device)
+    if recipe.algorithm.routing_replay == "rollout":
+        install_routing(reference, recipe, reference_folder(recipe), like)
+    return reference
 
 
 def load_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy:

@@ -19,9 +19,11 @@ from lockstep.device.base import fetched
 from lockstep.errors import Refusal
 from lockstep.model.decoder import Decoder
 from lockstep.model.policy import evaluating
+from lockstep.model.routing import Routing
 from lockstep.parallel.world import World
 from lockstep.tape.tape_recorder import Observer
 from lockstep.train.optim import LossScale, Optimizer
+from lockstep.train.routing_replay import flip_metrics
 from lockstep.types import Loss, MicroBatch, Origin, Sums
 
 
@@ -116,6 +118,8 @@ class Learner:
         self.scale = scale
         self.name = name
         self.balance = balance
+        self.routing: Routing | None = None
+        """The routers of the module, if the run replays their choices."""
         self.observer = Observer()
         self.skipped = 0
         self.num_effective_updates = 0
@@ -173,6 +177,8 @@ class Learner:
         metrics |= {f"{self.name}/lr/{name}": lr * ratio for name, ratio in self.optimizer.group_ratios.items()}
         if self.balance:
             metrics[f"{self.name}/aux_loss"] = self.balance.value
+        if self.routing is not None:
+            metrics |= flip_metrics(self.routing, self.world)
         finite = math.isfinite(size)
         if self.scale:
             self.scale.update(overflowed=not finite)

@@ -384,7 +384,7 @@ def load_models(run: Run) -> Models:
     where = (run.device, world, device)
     with run.console.task(f"Loading {recipe.model.path}", None), world.stage("loading the model"):
         learner, critic = build_learner(recipe, *where), build_critic(recipe, *where)
-        reference = build_reference(recipe, *where)
+        reference = build_reference(recipe, *where, learner.routing)
     for one in filter(None, (learner, critic)):
         assert isinstance(one.module, Policy | ValueModel)
         if recipe.model.master_weights and one.module.digits.lost:

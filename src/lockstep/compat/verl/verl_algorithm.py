@@ -86,6 +86,7 @@ def algorithm_rule(done: Conversion) -> None:
         done.ignore(f"verl's {done[ESTIMATOR]} does not discount rewards", "algorithm.gamma")
     _loss(done)
     _kl(done)
+    _routing(done)
     _correction(done)
     _resampling(done, advantage)
     _gdpo(done, advantage)
@@ -210,6 +211,16 @@ def _aggregation(done: Conversion, mode: str) -> None:
         done.refuse(SCALE, why, f"set it to {done['data.max_response_length']}")
     elif sum_norm:
         done.ignore("lockstep divides the token sums by data.max_response_length", SCALE)
+
+
+def _routing(done: Conversion) -> None:
+    """Converts the router replay of the policy. Older releases of verl have it in another group."""
+    keys = [f"{A}.router_replay.mode", f"{A}.megatron.router_replay.mode"]
+    named = [key for key in keys if done[key] != "disabled"]
+    if len({done[key] for key in named}) > 1:
+        done.refuse(named[1], f"{named[0]} has another mode", "set both keys to the same mode")
+    elif named and (mode := done.lookup(named[0])) is not None:
+        done.write("algorithm.routing_replay", mode, *named)
 
 
 def _kl(done: Conversion) -> None:

@@ -105,6 +105,8 @@ class KVCache:
         self.fp8, self.element_size = fp8, like.element_size()
         self.states: Any = None
         """The states of recurrent layers (`StateSlots`), or None if the model has no such layers."""
+        self.routes_LSK: torch.Tensor | None = None
+        """The experts of the tokens in each slot (`model/routing.py`), or None if they are not recorded."""
         # Planes of the same shape are in one tensor (planes, slots, heads, size), so that few operations copy blocks.
         # The tensors are zero-filled, because a masked slot is multiplied by 0, and 0 * inf would be NaN.
         counts: dict[Plane, int] = {}
@@ -128,6 +130,12 @@ class KVCache:
                 Fp8Plane(codes, scales[plane][place], like.dtype)
                 for codes, (plane, place) in zip(self._planes, places, strict=True)
             ]
+
+    def keep_routes(self, layers: int, top_k: int, dtype: torch.dtype) -> None:
+        """Adds room for the experts of each token."""
+        slots = (self.blocks + 1) * self.block
+        self.routes_LSK = torch.zeros(layers, slots, top_k, dtype=dtype, device=self.device)
+        self.tensors = (*self.tensors, self.routes_LSK)
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from lockstep.kernels.mixer_states import RESERVED
 from lockstep.types import Sampling
 from lockstep.vision.spans import ImageSpan
@@ -56,6 +58,8 @@ class SequenceState(CachedSpan):
     """The index of the engine's request. Requests with equal prompts are one request of the scheduler."""
     session: int | None = None
     """The trajectory whose blocks are kept for its next turn, or None."""
+    routes: np.ndarray | None = None
+    """The experts of tokens that were computed before a preemption or a pause (`Completion.routes`)."""
 
     @property
     def ready(self) -> bool:

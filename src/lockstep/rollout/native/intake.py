@@ -61,6 +61,7 @@ class Intake:
                 stops=request.limits(self.sampling) if request.stop_strings or request.stop_ids else None,
                 session=request.session,
                 images=request.images,
+                routes=so_far.routes,
             )
             for which, so_far in begun.items()
         ]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.kv_cache import KVCache, token_bytes
@@ -125,6 +127,8 @@ class NativeEngine(SharedWeights):
         self._layers_tried = False
         self._plan = StatePlan(settings.max_sequences)
         self._shapes: list[ModuleShapes] | None = None
+        self._routes = False
+        """Whether the current call of `generate` records the experts of each token."""
         self._fp8_cache = False
         """Whether the current call of `generate` keeps keys and values in fp8 (`rollout.kv_cache`)."""
         if settings.kv_cache is not None:
@@ -145,6 +149,9 @@ class NativeEngine(SharedWeights):
         model = self.policy.causal_lm
         refuse_moving_positions(text_config(model.config), longest, type(model).__name__)
         self._fp8_cache = self.settings.kv_cache is not None and not sampling.full_precision
+        self._routes = sampling.routes
+        if self._routes:
+            self.policy.decoder.install_routing("model.path")
         if self.view is not None and not sampling.full_precision:
             # Every call quantises the current weights, so that the view cannot be stale.
             self.view.refresh()
@@ -160,6 +167,7 @@ class NativeEngine(SharedWeights):
             budget=prefill_budget(settings, self.device, config, size),
             slots=None if cache.states is None else cache.states.slots,
         )
+        scheduler.on_preempt = runner.keep_routes
         training = self.policy.training
         self.policy.eval()
         self._ended.clear()
@@ -212,7 +220,9 @@ class NativeEngine(SharedWeights):
             if self.pause():
                 # A pause drops the tokens that the device has sampled ahead. A later call samples the same tokens
                 # again, because the sampling noise depends only on the position.
-                yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
+                for sequence in scheduler.left():
+                    if sequence.logprobs:
+                        yield _completion(sequence, PAUSED, runner.routes(sequence))
                 return
             now = ahead or self._next(scheduler, runner)
             if now is None:
@@ -230,8 +240,9 @@ class NativeEngine(SharedWeights):
                     continue
                 self._append(sequence, tokens, logprobs, intake.sampling)
                 if sequence.stop:
+                    routes = runner.routes(sequence)
                     scheduler.finish(sequence, park=not (scheduler.states.used and runner.ran_on(sequence)))
-                    yield _completion(sequence, sequence.stop)
+                    yield _completion(sequence, sequence.stop, routes)
 
     def _filled(self, scheduler: Scheduler, intake: Intake) -> bool:
         """Adds requests from `further` if rows are free; returns whether unfinished sequences are left."""
@@ -319,7 +330,9 @@ class NativeEngine(SharedWeights):
 
     def _fits(self, kept: KVCache, blocks: int) -> bool:
         slots = 0 if kept.states is None else kept.states.slots
-        return kept.fp8 == self._fp8_cache and kept.blocks >= blocks and slots >= (self._plan.slots or 0)
+        # A cache that records routes is also used for validation, which needs none, so that its CUDA graphs are kept.
+        routes = kept.routes_LSK is not None or not self._routes
+        return kept.fp8 == self._fp8_cache and kept.blocks >= blocks and slots >= (self._plan.slots or 0) and routes
 
     def state_plan(self, sequences: Sequence[SequenceState] | None = None) -> StatePlan:
         """Returns how many sequences run at once, and the slots for the states of recurrent layers. Without `sequences`
@@ -387,7 +400,9 @@ class NativeEngine(SharedWeights):
         """Returns the bytes of one KV-cache block."""
         like = self.policy.causal_lm.get_input_embeddings().weight
         layout = self.policy.decoder.cache_layout()
-        return self.settings.block_tokens * token_bytes(layout, like.element_size(), fp8=self._fp8_cache)
+        routing = self.policy.decoder.routing if self._routes else None
+        routes = 0 if routing is None else routing.token_bytes
+        return self.settings.block_tokens * (token_bytes(layout, like.element_size(), fp8=self._fp8_cache) + routes)
 
     def cache_room(self) -> float:
         """Returns the bytes available for the KV cache."""
@@ -403,6 +418,9 @@ class NativeEngine(SharedWeights):
         if plan.slots is not None:
             assert self._shapes is not None
             cache.states = StateSlots(self._shapes, plan.slots, like.device)
+        if self._routes:
+            routing = self.policy.decoder.install_routing("model.path")
+            cache.keep_routes(routing.layers, routing.top_k, routing.dtype)
         return cache
 
 
@@ -444,8 +462,9 @@ def quantized_view(policy: Policy, precision: str | None) -> QuantizedView | Non
     return view
 
 
-def _completion(sequence: SequenceState, stop: str) -> Completion:
-    return Completion(sequence.asked, sequence.number, sequence.tokens[sequence.prompt :], sequence.logprobs, stop)
+def _completion(sequence: SequenceState, stop: str, routes: np.ndarray | None) -> Completion:
+    ids = sequence.tokens[sequence.prompt :]
+    return Completion(sequence.asked, sequence.number, ids, sequence.logprobs, stop, routes=routes)
 
 
 def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:

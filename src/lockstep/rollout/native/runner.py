@@ -105,6 +105,23 @@ class Runner:
         if work.state_copies:
             self.cache.states.copy(work.state_copies)
 
+    def routes(self, sequence: SequenceState) -> np.ndarray | None:
+        """Returns the experts of the cached tokens of a sequence, or None if they are not recorded. A token that was
+        computed again, after a preemption or a pause, keeps its first experts: its response was sampled with them."""
+        if not self.sampling.routes:
+            return None
+        assert self.cache.routes_LSK is not None
+        before = sequence.routes
+        start = 0 if before is None else len(before)
+        if start >= sequence.cached:
+            return before
+        slots = sent(torch.from_numpy(self._slots(sequence, start, sequence.cached)), self.torch_device)
+        found: np.ndarray = self.cache.routes_LSK[:, slots].transpose(0, 1).cpu().numpy()
+        return found if before is None else np.concatenate([before, found])
+
+    def keep_routes(self, sequence: SequenceState) -> None:
+        sequence.routes = self.routes(sequence)
+
     @torch.inference_mode()
     def prefill(self, work: Sequence[tuple[CachedSpan, int]]) -> None:
         """For each pair (`CachedSpan`, position) in `work`: computes and caches the keys and values of its tokens up to
@@ -122,7 +139,7 @@ class Runner:
         if images is not None:
             self._hidden(ids, at, step, images_to(images, self.torch_device))
         elif self.layers is not None and self.layers.prefills:
-            with self._viewed():
+            with self._viewed(), self._recorded(step):
                 self.layers.prefill(ids, at, step)
         else:
             self._hidden(ids, at, step)
@@ -207,11 +224,20 @@ class Runner:
         at_B = state.positions_B + state.offsets_B
         if self.layers is None:
             return self._hidden(state.tokens_B, at_B, layout)
-        with self._viewed():
+        with self._viewed(), self._recorded(layout):
             return self.layers.decode(state.tokens_B, at_B, layout)
 
     def _viewed(self) -> AbstractContextManager[None]:
         return nullcontext() if self.view is None else self.view.used()
+
+    def _recorded(self, step: PrefillPass | DecodePass) -> AbstractContextManager[None]:
+        """Stores the experts of the tokens of a pass in the slots of their keys and values."""
+        routing, routes_LSK = self.policy.decoder.routing, self.cache.routes_LSK
+        if not self.sampling.routes:
+            return nullcontext() if routing is None else routing.idle()
+        assert routing is not None
+        assert routes_LSK is not None
+        return routing.stored(routes_LSK, step.slots_T)
 
     def _hidden(
         self,
@@ -220,7 +246,7 @@ class Runner:
         layout: PrefillPass | DecodePass,
         images: ImageInputs | None = None,
     ) -> torch.Tensor:
-        with self._viewed():
+        with self._viewed(), self._recorded(layout):
             return self.policy.decoder.engine_states(ids, at, layout, images)
 
     def _prefill_states(self, work: Sequence[tuple[CachedSpan, int]]) -> PrefillStates | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.kernels.mixer_states import EMPTY
@@ -73,6 +73,8 @@ class Scheduler:
         self.block, self.rows, self.budget = block, rows, budget
         self.parked = ParkedSessions(self.pool, self.states, block)
         self.preempted = 0
+        self.on_preempt: Callable[[SequenceState], None] = lambda sequence: None
+        """Called with a running sequence before it loses its blocks."""
         self.computed = 0
         """The number of tokens that were prefilled, again after an eviction included."""
         self.reused = 0
@@ -347,6 +349,7 @@ class Scheduler:
     def _preempt(self, sequence: SequenceState) -> None:
         self.preempted += 1
         self.running.remove(sequence)
+        self.on_preempt(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=lambda s: s.order)
         prefix = self.prefixes[sequence.request]

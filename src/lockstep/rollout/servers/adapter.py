@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from lockstep.types import Sampling
 
 Ended = Literal["token", "string", "length", "aborted"]
@@ -64,6 +66,9 @@ class Answer:
     ended: Ended
     version: str | None = None
     cached: int = 0
+    routes: np.ndarray | None = None
+    """The experts of the first tokens of prompt and response, [tokens, layers, experts per token]. The engine may count
+    layers without experts too."""
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
@@ -164,6 +169,8 @@ class ServerNeeds:
     """Whether trajectories have several turns, which the prefix cache of the server speeds up."""
     precision: str | None = None
     """The value of `rollout.precision`: the server quantises the weights of every push."""
+    routes: bool = False
+    """Whether answers must have the experts of each token (`algorithm.routing_replay: rollout`)."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.model.policy import Policy
+from lockstep.model.routing import KEY
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Further, PrefillCounts, RunPlace, why_ended
 from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed, WantedSample
@@ -201,7 +203,29 @@ class ServerEngine:
                 "raise the server's maximum length with rollout.server.args, or lower rollout.max_tokens",
                 code="wrong-response",
             )
-        return Completion(number, sample, ids, logprobs, stop, versions=[self._version_updates] * len(ids))
+        routes = None if answer.routes is None else self._routes(answer.routes, len(wanted.ids) + len(ids) - 1)
+        versions = [self._version_updates] * len(ids)
+        return Completion(number, sample, ids, logprobs, stop, versions=versions, routes=routes)
+
+    def _routes(self, routes: np.ndarray, tokens: int) -> np.ndarray:
+        """Returns the experts of the first `tokens` tokens, in the layers of the policy that have a router."""
+        routing = self.manager.policy.decoder.routing
+        assert routing is not None
+        found = routes[:tokens]
+        if found.shape[1] == routing.all_layers:
+            found = found[:, routing.layer_numbers]
+        if (
+            found.shape != (tokens, routing.layers, routing.top_k)
+            or not 0 <= found.min() <= found.max() < routing.experts
+        ):
+            raise Refusal.at(
+                KEY,
+                f"{self.server_adapter.name} returned experts of shape {tuple(routes.shape)} for {tokens} tokens of a "
+                f"policy with {routing.layers} layers with {routing.top_k} of {routing.experts} experts per token",
+                "set it to old, and report the version of the engine; the last checkpoint is untouched",
+                code="wrong-response",
+            )
+        return found.astype(np.uint8 if routing.dtype == torch.uint8 else np.int16)
 
     # -- memory and end
 

@@ -43,7 +43,15 @@ class ServerManager:
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         refuse_unserved(policy.model, server_adapter.name)
         self.lora_rank = served_rank(policy.model)
-        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, settings.interactive, settings.precision)
+        routing = policy.decoder.routing
+        self.needs = ServerNeeds(
+            device.name,
+            settings.sleep,
+            self.lora_rank,
+            settings.interactive,
+            settings.precision,
+            routes=routing is not None and routing.from_engine,
+        )
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False
@@ -60,7 +68,7 @@ class ServerManager:
         dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
         log = self.place.folder / f"{self.server_adapter.name}.log"
         process, address, key = start_server(
-            self.server_adapter, self.settings, self.device, self.place.model, dtype, self.lora_rank, log, host
+            self.server_adapter, self.settings, self.device, self.place.model, dtype, self.needs, log, host
         )
         self.fleet.servers = [Server(self._client(address, process), process, since=time.monotonic())]
         return address, key

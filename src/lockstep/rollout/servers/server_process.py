@@ -132,7 +132,7 @@ def start_server(
     device: Device,
     model: str,
     dtype: str,
-    lora_rank: int | None,
+    needs: ServerNeeds,
     log: Path,
     host: str = HOST,
 ) -> tuple[ServerProcess, str, str]:
@@ -153,7 +153,7 @@ def start_server(
         host,
         _free_port(host),
         server.tensor_parallel,
-        ServerNeeds(device.name, settings.sleep, lora_rank, settings.interactive, settings.precision),
+        needs,
         tuple(server.args),
         key,
         "" if key_file is None else str(key_file),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lockstep.device.serving import serving_on
 from lockstep.rollout.servers.adapter import (
@@ -87,7 +90,10 @@ class Vllm:
         if needs.lora_rank is not None:
             room = next((rank for rank in _LORA_RANKS if rank >= needs.lora_rank), needs.lora_rank)
             flags[f"--enable-lora --max-loras 1 --max-lora-rank {room}"] = "the run's adapter"
-        if needs.turns:
+        if needs.routes:
+            flags["--enable-return-routed-experts"] = "algorithm.routing_replay: answers have the experts of each token"
+            flags["--enable-prefix-caching"] = "vLLM stores the experts of a token with its cache"
+        elif needs.turns:
             # It is the default for most models, but some versions of vLLM leave it off for hybrid models.
             flags["--enable-prefix-caching"] = "rollout.environment: each turn reuses the cache of the turns before"
         if needs.precision is not None:
@@ -144,6 +150,7 @@ class Vllm:
             reason, stop = answered["finish_reason"], answered["stop_reason"]
             versions = [str(each) for each in answered["versions"] or ()]
             prompt, cached = answered["prompt"], int(answered.get("cached") or 0)
+            routes = _routes(answered) if wanted.sampling.routes else None
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"malformed answer: {error!r}") from error
         if len(ids) != len(logprobs):
@@ -151,7 +158,7 @@ class Vllm:
         refuse_other_prompt(wanted, prompt)
         # All tokens of a response come from the same weights, because a push of new weights aborts running responses.
         version = " and ".join(dict.fromkeys(versions)) or None
-        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version, cached)
+        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version, cached, routes)
 
     # -- weights
 
@@ -253,10 +260,22 @@ class Vllm:
         if needs.sleep and not info["sleep"] and info["device"] != "cpu":
             # The route /sleep succeeds even if the flag is missing, so the flag is checked here.
             wrong.append("the server cannot release memory (rollout.sleep): start it with --enable-sleep-mode")
+        if needs.routes and not info["routes"]:
+            wrong.append(
+                "its answers have no experts (algorithm.routing_replay): start it with --enable-return-routed-experts"
+            )
         if needs.lora_rank is not None and (info["lora_rank"] or 0) < needs.lora_rank:
             takes = f"LoRA adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no LoRA adapters"
             wrong.append(f"the server accepts {takes}, but the run has an adapter of rank {needs.lora_rank}")
         return ServerMetadata(f"vllm {info['version']}", info["vocabulary"], info["longest"], info["dtype"], wrong)
+
+
+def _routes(answered: Any) -> np.ndarray:
+    """Returns the experts of an answer. `plugin/lockstep_samples.py` writes them."""
+    if "routes" not in answered:
+        raise ValueError("the answer has no experts, although the run replays them (algorithm.routing_replay)")
+    numbers = np.frombuffer(base64.b64decode(answered["routes"]), dtype="<i2")
+    return numbers.reshape(answered["route_shape"])
 
 
 def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: WantedSample) -> Ended:

@@ -157,7 +157,7 @@ class _Worker:
             versions = job.versions[sample]
             versions += [self.version] * (len(completion.ids) - len(versions))
             if completion.stop == PAUSED:
-                job.begun[sample] = PartialResponse(completion.ids, completion.logprobs)
+                job.begun[sample] = PartialResponse(completion.ids, completion.logprobs, completion.routes)
             else:
                 self._send(Answered(job.number, _versioned(completion, versions)))
                 del job.begun[sample]

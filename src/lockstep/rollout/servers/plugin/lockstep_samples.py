@@ -16,6 +16,7 @@ imports only files of this folder. It imports vLLM on the first request.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import json
@@ -154,7 +155,15 @@ async def _generated(
         "cached": getattr(final, "num_cached_tokens", None),
         # Newer versions of vLLM report the weight version of each token.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
+        **_routes(getattr(made, "routed_experts", None)),
     }
+
+
+def _routes(routes: Any) -> dict[str, Any]:
+    """Returns the experts of each token (--enable-return-routed-experts) as base64 of little-endian int16."""
+    if routes is None:
+        return {}
+    return {"routes": base64.b64encode(routes.astype("<i2").tobytes()).decode(), "route_shape": list(routes.shape)}
 
 
 def prompt_digest(ids: list[int]) -> str:

@@ -76,6 +76,8 @@ class _Buffer:
         self._scored, self._logprobs = bytearray(), bytearray()
         """Token ids and log-probs as raw bytes; each step appends the bytes of its arrays."""
         self._kinds: tuple[Any, Any] = (np.int32, np.float32)
+        self._routes: list[Any] = []
+        """The experts of the tokens of each step, with --enable-return-routed-experts."""
 
     def take(self, output: Any) -> None:
         self._ids += output.new_token_ids
@@ -85,6 +87,8 @@ class _Buffer:
             self._scored += logprobs.logprob_token_ids[:, 0].tobytes()
             self._logprobs += logprobs.logprobs[:, 0].tobytes()
             self._kinds = logprobs.logprob_token_ids.dtype, logprobs.logprobs.dtype
+        if getattr(output, "routed_experts", None) is not None:
+            self._routes.append(output.routed_experts)
 
     def output(self, last: Any) -> Any:
         scored, logprobs = (
@@ -94,6 +98,8 @@ class _Buffer:
             raise RuntimeError(f"vLLM returned log-probs of tokens that were not sampled: {last.request_id}")
         last.new_token_ids, last.new_logprobs = self._ids, None
         last.prefill_stats = self._first.prefill_stats
+        if self._routes:
+            last.routed_experts = np.concatenate(self._routes)
         # The log-probs are sent in this field, because vLLM's front end passes it on unchanged and lockstep's samples
         # do not transfer KV caches.
         last.kv_transfer_params = {LOGPROBS: logprobs.astype("<f8").tobytes()}

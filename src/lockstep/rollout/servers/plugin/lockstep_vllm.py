@@ -23,6 +23,12 @@ from safetensors import safe_open
 FRESH = "as started"
 
 
+def _returns_routes(config: Any) -> bool:
+    """Returns whether answers have the experts of each token. Older versions of vLLM have the flag in another place."""
+    places = (getattr(config, "aux_output_config", None), config.model_config)
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
+
+
 def _returns_errors(work: Callable[..., dict[str, Any]]) -> Callable[[Any, str], dict[str, Any]]:
     """Makes a method return its exception as `error`, because vLLM drops the text of exceptions."""
 
@@ -54,6 +60,7 @@ class WeightExtension:
             "device": self.device.type,  # type: ignore[attr-defined]
             "sleep": config.enable_sleep_mode,
             "lora_rank": None if adapters is None else adapters.max_lora_rank,
+            "routes": _returns_routes(self.vllm_config),  # type: ignore[attr-defined]
         }
 
     @_returns_errors
