@@ -6,6 +6,7 @@ the architecture runs twice with the same random weights, undivided and divided,
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lockstep.kernels.grouped_experts import stacks_experts
 from lockstep.model.check import RUN_ERRORS, build_miniature
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.policy import Policy
+from lockstep.model.quantized.quantized_folder import readable_quantization
 from lockstep.model.tensor_plan import styles_of
 from lockstep.model.tensor_trial import compare, run_packed
 from lockstep.model.text_model import model_on_meta
@@ -43,11 +45,14 @@ def expert_modules(model: Any, ranks: int) -> list[str]:
     return found
 
 
-def refuse_undivided_experts(config: Any, path: str, expert: int, tensor: int) -> None:
-    """Raises `Refusal` if expert parallelism cannot divide the experts of a model. Reads only the config."""
+def refuse_undivided_experts(config: Any, folder: str, path: str, expert: int, tensor: int) -> None:
+    """Raises `Refusal` if expert parallelism cannot divide the experts of a model. Reads no weights. `path` names the
+    model in messages."""
     if expert == 1:
         return
     try:
+        if readable_quantization(Path(folder)) is not None:
+            raise Unfit("its files store quantised experts, which cannot be divided")
         expert_modules(model_on_meta(config), expert * tensor)
     except Unfit as why:
         raise Refusal([_problem(config, path, why)]) from why

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from lockstep.errors import Refusal
 from lockstep.kernels.fused_modules import KernelForward
 from lockstep.kernels.grouped_experts import ADAPTERS, LowRank, grouped_experts, stacks_experts
 from lockstep.model.adapters.active import lora_layers
@@ -78,7 +79,13 @@ def adapt_experts(decoder: nn.Module) -> None:
 
 
 def innermost(decoder: nn.Module, names: list[str]) -> list[str]:
-    """Returns the names of the experts modules inside PEFT's wrappers."""
+    """Returns the names of the experts modules inside PEFT's wrappers. Raises `Refusal` for a trained copy of the
+    experts."""
+    for name in names:
+        if hasattr(decoder.get_submodule(name), "modules_to_save"):
+            why = f"it trains a copy of {name}, whose experts are divided over processes"
+            remedy = "remove it there and adapt the experts (model.lora.targets), or set parallel.expert_parallel=1"
+            raise Refusal.at("model.lora.modules_to_save", why, remedy, code="unfit-adapter")
     return [f"{name}{'.base_layer' * _depth(decoder.get_submodule(name))}" for name in names]
 
 
