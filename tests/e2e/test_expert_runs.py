@@ -104,7 +104,7 @@ def test_models_with_divided_experts_are_whole_ones(ranks: int) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param("qwen3", 4, ["parallel.expert_parallel=2"], ["val.every=3"], marks=pytest.mark.slow),
-        pytest.param("qwen2", 4, ["parallel.expert_parallel=4"], ["optim.name=muon"], marks=pytest.mark.slow),
+        pytest.param("qwen2", 4, ["parallel.expert_parallel=4"], ["optim.name=adafactor"], marks=pytest.mark.slow),
         pytest.param(
             "qwen2",
             4,
@@ -171,10 +171,10 @@ def test_a_run_goes_on_in_another_layout(models: Mapping[str, Path], tmp_path: P
     shutil.rmtree(folder_of(run / "checkpoints", 4))
     alone = lockstep("train", recipe, "run.name=moved", *words)
     assert alone.returncode == 0, alone.stderr
-    assert "after step 2" in alone.stdout
+    assert "afterstep2" in "".join(alone.stdout.split())  # long lines are wrapped
     assert_same(one, run)
     shutil.rmtree(folder_of(run / "checkpoints", 6))
     four = torchrun("train", recipe, "run.name=moved", *words, "parallel.expert_parallel=2", processes=4)
     assert four.returncode == 0, four.stderr
-    assert "after step 4" in four.stdout
+    assert "afterstep4" in "".join(four.stdout.split())
     assert_same(one, run)

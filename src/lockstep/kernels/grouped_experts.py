@@ -34,6 +34,15 @@ class LowRank(NamedTuple):
 Adapters = Mapping[str, Sequence[LowRank]]
 
 
+class Moves(NamedTuple):
+    """The functions around the grouped products. `to_experts` and `to_tokens` have the signatures of those below.
+    `gate` computes act(gate) * up; None stands for the function of the module."""
+
+    to_experts: Callable[..., torch.Tensor]
+    to_tokens: Callable[..., torch.Tensor]
+    gate: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
 def stacks_experts(module: nn.Module) -> bool:
     """Returns whether a module is transformers' stack of experts, whose forward has the inputs states, chosen experts
     and their weights, and whose parameters all begin with the expert dimension."""
@@ -43,9 +52,17 @@ def stacks_experts(module: nn.Module) -> bool:
     return stacked and bool(parameters) and all(one.dim() >= 2 and len(one) == count for one in parameters)
 
 
-def grouped_experts(module: Any, states_TW: torch.Tensor, chosen_TK: torch.Tensor, shares_TK: torch.Tensor) -> Any:
+def grouped_experts(
+    module: Any,
+    states_TW: torch.Tensor,
+    chosen_TK: torch.Tensor,
+    shares_TK: torch.Tensor | None,
+    moves: Moves | None = None,
+) -> torch.Tensor:
     """Computes a module of stacked experts, with its adapters. It replaces the forward of transformers' classes. An
-    index of `num_experts` or above stands for an expert of another rank, whose output is 0."""
+    index of `num_experts` or above stands for an expert of another rank, whose output is 0. Without shares, each token
+    has one expert, whose output is not weighted."""
+    moves = moves or PLAIN
     given: Callable[[], Adapters] | None = vars(module).get(ADAPTERS)
     adapters = {} if given is None else given()
     count, chosen = module.num_experts, chosen_TK.shape[1]
@@ -65,16 +82,19 @@ def grouped_experts(module: Any, states_TW: torch.Tensor, chosen_TK: torch.Tenso
         # The grouped product does not write the rows of other ranks' experts.
         return out_PO if elsewhere is None else out_PO.masked_fill(elsewhere, 0)
 
-    x_PW = to_experts(states_TW, order_P, place_P, chosen)
+    x_PW = moves.to_experts(states_TW, order_P, place_P, chosen)
     # The backward of this masked_fill clears the rows that the grouped product leaves unwritten.
     x_PW = x_PW if elsewhere is None else x_PW.masked_fill(elsewhere, 0)
     first = "gate_up_proj" if module.has_gate else "up_proj"
     inner_PI = project(first, x_PW)
-    inner_PI = module._apply_gate(inner_PI) if module.has_gate else module.act_fn(inner_PI)
+    activate = (moves.gate or module._apply_gate) if module.has_gate else module.act_fn
+    inner_PI = activate(inner_PI)
     out_PW = project("down_proj", inner_PI)
     if module.has_post_expert_norm:
         out_PW = module.post_expert_norm(out_PW)
-    return to_tokens(out_PW, shares_TK, order_P, place_P).to(states_TW.dtype)
+    if shares_TK is None:
+        return moves.to_experts(out_PW, place_P, order_P, 1)
+    return moves.to_tokens(out_PW, shares_TK, order_P, place_P).to(states_TW.dtype)
 
 
 def expert_counts(ids_P: torch.Tensor, count: int) -> torch.Tensor:
@@ -200,3 +220,6 @@ class _PairsToTokens(torch.autograd.Function):
             rows = _with_left_out(rows_PW, len(place_P))[place_P].unflatten(0, shares_TK.shape)
             grad_shares = (rows * grad_TW[:, None]).sum(-1).to(shares_TK.dtype)
         return grad_rows, grad_shares, None, None
+
+
+PLAIN = Moves(to_experts, to_tokens)

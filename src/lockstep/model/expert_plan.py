@@ -19,7 +19,7 @@ from lockstep.model.check import RUN_ERRORS, build_miniature
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.policy import Policy
 from lockstep.model.quantized.quantized_folder import readable_quantization
-from lockstep.model.tensor_plan import styles_of
+from lockstep.model.tensor_plan import Indivisible, styles_of
 from lockstep.model.tensor_trial import compare, run_packed
 from lockstep.model.text_model import model_on_meta
 from lockstep.model.trials import EXPERT_PARALLEL, Unfit, hardware, run_trial
@@ -31,17 +31,17 @@ REMEDY = "set parallel.expert_parallel=1 and shard the model instead (parallel.s
 
 
 def expert_modules(model: Any, ranks: int) -> list[str]:
-    """Returns the names of the experts modules in the decoder of a model. Raises `Unfit` if `ranks` ranks cannot divide
-    them."""
+    """Returns the names of the experts modules in the decoder of a model. Raises `Indivisible` if `ranks` ranks cannot
+    divide them."""
     decoder, layers = inner_decoder(model), decoder_layers(model)
     inside = {part for layer in layers for part in layer.modules()}
     found = [name for name, module in decoder.named_modules() if stacks_experts(module) and module in inside]
     if not found:
-        raise Unfit("it has no layers with stacked experts")
+        raise Indivisible("it has no layers with stacked experts", REMEDY)
     for name in found:
         count = vars(decoder.get_submodule(name))["num_experts"]
         if count % ranks:
-            raise Unfit(f"{name} has {count} experts, not divisible by {ranks}")
+            raise Indivisible(f"{name} has {count} experts, not divisible by {ranks}", REMEDY)
     return found
 
 
@@ -52,23 +52,14 @@ def refuse_undivided_experts(config: Any, folder: str, path: str, expert: int, t
         return
     try:
         if readable_quantization(Path(folder)) is not None:
-            raise Unfit("its files store quantised experts, which cannot be divided")
+            raise Indivisible("its files store quantised experts, which cannot be divided", REMEDY)
         expert_modules(model_on_meta(config), expert * tensor)
-    except Unfit as why:
+    except Indivisible as why:
         raise Refusal([_problem(config, path, why)]) from why
 
 
 def _problem(config: Any, path: str, why: Exception) -> Problem:
     return Problem(KEY, f"{path} ({config.model_type}): {why}", REMEDY, code="indivisible")
-
-
-def expert_parameters(model: Any, expert: int, tensor: int) -> int:
-    """Returns the number of parameters that expert parallelism divides."""
-    if expert == 1:
-        return 0
-    decoder = inner_decoder(model)
-    modules = [decoder.get_submodule(name) for name in expert_modules(model, expert * tensor)]
-    return sum(one.numel() for module in modules for one in module.parameters())
 
 
 def without_experts(styles: dict[str, Style], decoder: nn.Module) -> dict[str, Style]:
@@ -86,7 +77,7 @@ def check_experts(config: Any, path: str, kernel: str, device: torch.device, sha
     def attempt() -> Problem | None:
         try:
             try_experts(config, kernel, device, group)
-        except Unfit as why:
+        except (Unfit, Indivisible) as why:
             return _problem(config, path, why)
         return None
 

@@ -125,22 +125,22 @@ def load_base(
     return None, model, info
 
 
-class Division(NamedTuple):
+class ModelDivision(NamedTuple):
     """How tensor parallelism splits each module, and the experts modules that expert parallelism divides."""
 
     styles: dict[str, Style]
     experts: list[str]
 
 
-def division_of(model: PreTrainedModel, sharding: Sharding | None) -> Division:
+def division_of(model: PreTrainedModel, sharding: Sharding | None) -> ModelDivision:
     """Returns how the model is split over ranks. Call this function before adapters wrap the modules."""
     if sharding is None:
-        return Division({}, [])
+        return ModelDivision({}, [])
     styles = {} if sharding.tensor is None else styles_of(model, sharding.tensor.size)
     if sharding.expert is None:
-        return Division(styles, [])
+        return ModelDivision(styles, [])
     experts = expert_modules(model, sharding.expert.mesh.size())
-    return Division(without_experts(styles, inner_decoder(model)), experts)
+    return ModelDivision(without_experts(styles, inner_decoder(model)), experts)
 
 
 def new_adapter(
@@ -190,7 +190,7 @@ def follow_copies(model: nn.Module, places: dict[nn.Parameter, InFiles]) -> None
 
 
 def divide_model(
-    model: PreTrainedModel, division: Division, source: Streamed | None, sharding: Sharding | None
+    model: PreTrainedModel, division: ModelDivision, source: Streamed | None, sharding: Sharding | None
 ) -> None:
     """Splits the model over the ranks of its tensor- and expert-parallel groups. Call this function before other code
     reads the number of heads."""

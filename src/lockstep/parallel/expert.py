@@ -121,7 +121,7 @@ class DividedExperts:
         slots = range(group.slot % group.slices, group.size * group.slices, group.slices)
         return [expert for slot in slots for expert in range(slot * self.each, (slot + 1) * self.each)]
 
-    def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         states, chosen, shares = inputs
         parts = {name: local_part(parameter) for name, parameter in module._parameters.items()}
         show_parts(module, **(self.gathered or parts))
@@ -157,7 +157,7 @@ class DividedExperts:
 
     def _dispatch(
         self, states_TW: torch.Tensor, index_TK: torch.Tensor, shares_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
         group, peers, device = self.group, self.group.size, states_TW.device
         ids_P, order_P = torch.sort(index_TK.reshape(-1), stable=True)
         place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=device))
@@ -173,7 +173,7 @@ class DividedExperts:
             # A row of zeros, whose output is dropped, so that this rank has gradients for FSDP and takes part in the
             # exchanges of the backward pass.
             rows_RW, local = torch.cat([rows_RW, rows_RW.new_zeros(1, rows_RW.shape[1])]), local.new_zeros(1)
-        return rows_RW, local[:, None], shares_TK.new_ones(len(local), 1)
+        return rows_RW, local[:, None], None
 
     def _combine(self, output_RW: torch.Tensor, found: Dispatched) -> torch.Tensor:
         rows = output_RW[: sum(found.received)]
