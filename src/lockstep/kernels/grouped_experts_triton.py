@@ -211,4 +211,5 @@ def gate(x_PO: torch.Tensor, gelu: bool = False) -> torch.Tensor:
 
 def plain_gate(x_PO: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     """Reference implementation of `gate`."""
-    return plain_swiglu(*x_PO.chunk(2, -1), gelu)
+    gates, ups = x_PO.chunk(2, -1)
+    return plain_swiglu(gates, ups, gelu)
