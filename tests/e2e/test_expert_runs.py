@@ -104,7 +104,13 @@ def test_models_with_divided_experts_are_whole_ones(ranks: int) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param("qwen3", 4, ["parallel.expert_parallel=2"], ["val.every=3"], marks=pytest.mark.slow),
-        pytest.param("qwen2", 4, ["parallel.expert_parallel=4"], ["batch.tokens=null", "batch.micro_batch_size=1"], marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2",
+            4,
+            ["parallel.expert_parallel=4"],
+            ["batch.tokens=null", "batch.micro_batch_size=1"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "qwen2",
             4,
