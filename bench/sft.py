@@ -4,6 +4,10 @@
     python bench/sft.py --model FOLDER --dtype bf16 --case mixed --out result.json
     python bench/sft.py --shape qwen2.5-1.5b --dtype bf16 --case equal --rows 16 --length 1024 --tokens 16384
     python bench/sft.py --shape qwen2.5-7b --lora 16 --sides lockstep --dtype bf16 --case equal --rows 16 --length 1024
+    python bench/sft.py --shape olmoe-7b-a1.3b --sides lockstep --dtype bf16 --no-masters --case equal --rows 16 \
+        --length 2048 --tokens 32768 --tflops 790           # a mixture of experts; tiny-moe is its shape for a CPU
+    python bench/sft.py --shape olmoe-7b-a1.3b --sides lockstep --dtype bf16 --lora 16 --experts --case equal \
+        --rows 16 --length 2048 --tokens 32768 --tflops 790
 
 Every side gets the same token ids, optimizer settings, precision, threads and micro-batch budget, keeps its own copy
 of the model and takes every row once in a pass. One update from the fresh weights is compared first (loss and gradient
@@ -166,6 +170,7 @@ def _work(case: str, model: str, args: argparse.Namespace) -> Work:
         tokens=args.tokens,
         optim=Optim(lr=1e-5, schedule="constant"),
         lora=args.lora,
+        experts=args.experts,
     )
 
 
@@ -197,6 +202,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 keeps fp32 master weights")
     parser.add_argument("--no-masters", action="store_true", help="bf16 weights alone, on every side")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter on all linear layers; ours alone")
+    parser.add_argument("--experts", action="store_true", help="with --lora: adapters of attention and of the experts")
     parser.add_argument("--case", choices=["equal", "mixed", "all"], default="all")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), help="default: ours and what is installed")
     parser.add_argument("--rows", type=int, default=32, help="rows of one update")
@@ -212,6 +218,8 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.sides and args.sides[0] != "lockstep":
         parser.error("--sides begins with lockstep, which the others are compared with")
+    if args.experts and not args.lora:
+        parser.error("--experts goes with --lora RANK")
     if args.lora and args.sides != ["lockstep"]:
         parser.error("--lora goes with --sides lockstep: the others train all weights")
     return args

@@ -133,6 +133,29 @@ QWEN3_30B_A3B = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
+# 6.9 billion parameters, of which a token uses 1.3 billion: the sizes of OLMoE.
+OLMOE_7B_A1B = {
+    "vocab_size": 50304,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 4096,
+}
+# The same model in a size for a CPU.
+TINY_MOE = OLMOE_7B_A1B | {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
 # The sizes of DeepSeek-V2-Lite with the router of DeepSeek-V3.
 DEEPSEEK_16B = {
     "vocab_size": 102400,
@@ -174,6 +197,8 @@ SHAPES: dict[str, Shape | ConfigShape] = {
     "llama3-70b": Shape(80, 8192, 64, 8, 128, 28672, 128256, tied=False, kind="llama"),
     "gemma3-1b": ConfigShape("gemma3_text", GEMMA3_1B),
     "qwen3-30b-a3b": ConfigShape("qwen3_moe", QWEN3_30B_A3B),
+    "olmoe-7b-a1.3b": ConfigShape("olmoe", OLMOE_7B_A1B),
+    "tiny-moe": ConfigShape("olmoe", TINY_MOE),
     "deepseek-16b": ConfigShape("deepseek_v3", DEEPSEEK_16B),
     "qwen3.5-2b": ConfigShape("qwen3_5_text", QWEN3_5_2B),
 }

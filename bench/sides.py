@@ -31,6 +31,7 @@ from lockstep.train.step import Learner
 from lockstep.types import Example, MicroBatch, Origin
 
 Row = list[int]
+EXPERT_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Work(Terms):
 
     pool: list[Row]
     lora: int | None = None
+    experts: bool = False
+    """Whether the adapter is one of attention and of stacked experts, instead of one of all linear layers."""
 
     @property
     def updates(self) -> list[list[Row]]:
@@ -114,7 +117,8 @@ class Ours:
     def __init__(self, work: Work):
         self.work = work
         self.where = work.device.torch_device()
-        adapter = None if work.lora is None else Lora(rank=work.lora, alpha=2.0 * work.lora)
+        targets = {"targets": EXPERT_TARGETS} if work.experts else {}
+        adapter = None if work.lora is None else Lora(rank=work.lora, alpha=2.0 * work.lora, **targets)
         settings = Model(path=work.model, dtype=work.dtype, master_weights=work.masters, lora=adapter)
         policy = load_policy(settings, self.where, work.device.attention, seed=0, scoring=Scoring(alike=True))
         optimizer = Optimizer(

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import job_ranks
 from conftest import write_online_recipe, write_sft_recipe
@@ -112,6 +113,31 @@ def test_two_npus_train_what_one_does_in_every_layout(recipes: dict[str, Path], 
 def test_two_npus_train_preferences_and_a_critic_as_one_does(recipes: dict[str, Path], tmp_path: Path) -> None:
     assert not differences(recipes, [("dpo", "sharded", []), ("ppo", "sharded", [])], 2, tmp_path)
     assert len(samples(recipes["ppo"].parent / "runs" / "one")) > STEPS
+
+
+@pytest.mark.slow
+def test_two_npus_with_half_of_the_experts_each_train_what_one_does(tmp_path: Path) -> None:
+    """The tokens go to the experts by the all-to-all of HCCL."""
+    write_tiny(tmp_path / "model")
+    config = Qwen3MoeConfig(
+        vocab_size=259,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        initializer_range=0.2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    recipes = {}
+    for method, write in (("sft", write_sft_recipe), ("grpo", write_online_recipe)):
+        (tmp_path / method).mkdir()
+        recipes[method] = write(tmp_path / method, tmp_path / "model")
+    words = ["parallel.expert_parallel=2"]
+    assert not differences(recipes, [("sft", "experts", words), ("grpo", "experts", words)], 2, tmp_path)
 
 
 @pytest.mark.slow

@@ -404,6 +404,37 @@ LATENTS = {
 }
 
 
+def grouped_experts(device: str) -> None:
+    """Moving rows to experts and back, also with pairs that are left out, and act(gate) * up of both halves of rows."""
+    from lockstep.kernels import grouped_experts as plain
+    from lockstep.kernels import grouped_experts_triton as kernels
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for tokens, chosen, width in ((9, 2, 40), (5, 3, 1025), (1, 1, 7)):
+            order = torch.randperm(tokens * chosen).to(device)
+            place = torch.argsort(order)
+            for held in {tokens * chosen, tokens * chosen // 2 + 1}:
+                kept = order[:held]
+                x = drawn(tokens, width, device=device, dtype=dtype)
+                with_gradients(
+                    lambda x, kept=kept, place=place, chosen=chosen: kernels.to_experts(x, kept, place, chosen),
+                    lambda x, kept=kept, place=place, chosen=chosen: plain.to_experts(x, kept, place, chosen),
+                    [x],
+                )
+                for kind in {dtype, torch.float32}:
+                    rows = drawn(held, width, device=device, dtype=dtype)
+                    shares = drawn(tokens, chosen, device=device, dtype=kind)
+                    with_gradients(
+                        lambda rows, shares, kept=kept, place=place: kernels.to_tokens(rows, shares, kept, place),
+                        lambda rows, shares, kept=kept, place=place: plain.to_tokens(rows, shares, kept, place),
+                        [rows, shares],
+                    )
+        for gelu in (False, True):
+            rows = drawn(13, 2 * 37, device=device, dtype=dtype)
+            with_gradients(partial(kernels.gate, gelu=gelu), partial(kernels.plain_gate, gelu=gelu), [rows])
+
+
 def generating_models(device: str) -> None:
     """Whose layers are taken, and who is told apart by what it computes."""
     from lockstep.kernels.decode.decode_layers_triton import fused_layers
@@ -646,6 +677,7 @@ CHECKS = {
         models,
         hooked,
         others,
+        grouped_experts,
         generating,
         generating_models,
         generating_engine,

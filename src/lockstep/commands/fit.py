@@ -55,7 +55,7 @@ def show_fit(
 
 
 def _refuse_groups(recipe: Recipe) -> None:
-    for key in ("tensor_parallel", "context_parallel"):
+    for key in ("tensor_parallel", "expert_parallel", "context_parallel"):
         if getattr(recipe.parallel, key) > 1:
             raise Refusal.at(
                 f"parallel.{key}",

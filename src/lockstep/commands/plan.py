@@ -256,6 +256,8 @@ def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
             "the latency of the parallel.tensor_parallel all-reduce is not included: "
             "steps take longer, especially decoding"
         )
+    if recipe.parallel.expert_parallel > 1:
+        yield "all experts are assumed to get equally many tokens (parallel.expert_parallel)"
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"
 
 

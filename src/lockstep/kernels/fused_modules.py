@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.device.base import first_sentence
+from lockstep.kernels.grouped_experts import ADAPTERS, stacks_experts
 
 # Number of token rows in the input of a kernel trial, more rows than one tile of a device's vector unit has.
 TOKENS = 64
@@ -164,13 +165,15 @@ def _is_gated_by(module: nn.Module, activations: Sequence[str]) -> bool:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Returns whether the module holds the weights of all experts of a layer, gate before up, and nothing else."""
+    """Returns whether the module holds the weights of all experts of a layer, gate before up, and nothing else. Weights
+    that are divided over ranks are not supported."""
     named = dict(module.named_parameters(recurse=False))
     act = type(getattr(module, "act_fn", None)).__name__
     if set(named) != {"gate_up_proj", "down_proj"} or act not in (*SILU, *GELU_TANH) or _clamps(module):
         return False
     gate_up, down = named["gate_up_proj"], named["down_proj"]
-    if gate_up.dim() != 3 or down.dim() != 3:
+    plain = all(type(one.data) is torch.Tensor for one in (gate_up, down))
+    if gate_up.dim() != 3 or down.dim() != 3 or not plain or not stacks_experts(module):
         return False
     return gate_up.shape == (len(down), 2 * down.shape[2], down.shape[1])
 
@@ -350,7 +353,7 @@ class ModuleKernel(NamedTuple):
     looks: Callable[[nn.Module], bool]
     forward: Forward
     generates: bool = False
-    """Whether the kernel is for experts in passes without gradients."""
+    """Whether the kernel is for experts, and computes passes without gradients in another way."""
     inputs: int = 1
     """Number of inputs of the module, which have the same shape."""
 
@@ -453,16 +456,28 @@ def _computed_like(module: nn.Module) -> torch.Tensor:
 
 def _same_experts(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool:
     """Returns whether the kernel's forward matches the module's for tokens with two experts each, or one if there is
-    only one."""
+    only one. With `trial.gradients` the backward must match too. Adapters do not take part in the trial."""
     like = module.gate_up_proj
     count, _, width = like.shape
     x = drawn(TOKENS, width, like=like)
     scores, chosen = drawn(TOKENS, count, like=like, seed=1).topk(min(2, count))
 
+    shares, upstream = scores.softmax(-1), drawn(TOKENS, width, like=like, seed=2)
+
     def outputs(call: Callable[..., torch.Tensor]) -> Answers:
         with torch.no_grad():
-            return [call(module, x, chosen, scores.softmax(-1))]
+            found = [call(module, x, chosen, shares)]
+        if trial.gradients:
+            inputs = [tensor.clone().requires_grad_() for tensor in (x, shares)]
+            out = call(module, inputs[0], chosen, inputs[1])
+            found += [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
+        return found
 
-    return trial.alike(
-        type(module).__name__, kernel.name, lambda: outputs(own_forward), lambda: outputs(kernel.forward)
-    )
+    adapters = vars(module).pop(ADAPTERS, None)
+    try:
+        return trial.alike(
+            type(module).__name__, kernel.name, lambda: outputs(own_forward), lambda: outputs(kernel.forward)
+        )
+    finally:
+        if adapters is not None:
+            vars(module)[ADAPTERS] = adapters

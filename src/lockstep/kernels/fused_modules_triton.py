@@ -28,6 +28,8 @@ from lockstep.kernels.fused_modules import (
     is_silu_gated,
     norm_groups,
 )
+from lockstep.kernels.grouped_experts import ADAPTERS, Moves, grouped_experts
+from lockstep.kernels.grouped_experts_triton import gate, to_experts, to_tokens
 from lockstep.kernels.norm_triton import norm_fits, rms_norm
 from lockstep.kernels.recurrent.gated_norm_triton import gated_norm, gated_norm_fits
 from lockstep.kernels.rotary_triton import rotary_fits, rotate
@@ -65,12 +67,15 @@ def _gated(self: Any, *args: Any, gelu: bool = False, **more: Any) -> torch.Tens
 
 
 def _experts(self: Any, *args: Any, **more: Any) -> torch.Tensor:
-    """Computes the experts of few tokens. For many tokens and with expert parallelism, the module's own forward
-    runs."""
-    divided = getattr(self, "_is_expert_parallel", False) or torch.is_autocast_enabled(args[0].device.type)
-    if len(args) != 3 or more or divided or not experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
+    """Computes experts: a fused kernel for few tokens without gradients, and grouped products for many tokens and for
+    adapters."""
+    if len(args) != 3 or more or not runs_on(args[0]) or torch.is_autocast_enabled(args[0].device.type):
         return type(self).forward(self, *args, **more)
-    return experts(*args, self.gate_up_proj, self.down_proj, gelu=type(self.act_fn).__name__ in GELU_TANH)
+    gelu = type(self.act_fn).__name__ in GELU_TANH
+    adapted = ADAPTERS in vars(self) or self._is_expert_parallel
+    if not adapted and experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
+        return experts(*args, self.gate_up_proj, self.down_proj, gelu=gelu)
+    return grouped_experts(self, *args, moves=Moves(to_experts, to_tokens, partial(gate, gelu=gelu)))
 
 
 def _bare(module: nn.Module, x: torch.Tensor) -> bool:
@@ -122,7 +127,7 @@ KERNELS = DeviceKernels(
         ),
         ModuleKernel("triton_swiglu", is_silu_gated, _gated),
         ModuleKernel("triton_geglu", is_gelu_gated, partial(_gated, gelu=True)),
-        ModuleKernel("triton_experts in generation", are_experts, _experts, generates=True),
+        ModuleKernel("triton_experts", are_experts, _experts, generates=True),
     ),
     rotary=RotaryKernel("triton_rotary", _rotate, _rotary_fits, marks=lambda embedding: True, only_tried=False),
     # These Triton kernels round at the same points as the transformers modules, but sum in a different order. Launch

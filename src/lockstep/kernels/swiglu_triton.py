@@ -32,7 +32,7 @@ def activated(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _with_slope(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+def with_slope(g, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
     """Computes `activated` and its derivative."""
     if GELU:
         t = torch_tanh(0.7978845608028654 * (g + 0.044715 * (g * g * g)))
@@ -75,7 +75,7 @@ def _backward(  # type: ignore[no-untyped-def]
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
     above = tl.load(upstream + places, mask=inside, other=0.0).to(tl.float32)
-    act, slope = _with_slope(g, GELU)
+    act, slope = with_slope(g, GELU)
     act = act.to(gate.dtype.element_ty).to(tl.float32)
     along_gate = above * u * slope
     tl.store(grad_gate + places, along_gate.to(gate.dtype.element_ty), mask=inside)

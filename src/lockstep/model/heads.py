@@ -14,6 +14,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.adapters.active import TRAINED, saved_copies
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
+from lockstep.model.expert_plan import check_experts
 from lockstep.model.load_folder import (
     DTYPES,
     ModelFolders,
@@ -93,6 +94,7 @@ def build_value_model(
     config = config_of(folders.model, name)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
+    check_experts(config, path, kernel_of(settings, kernel), device, sharding)
     where = folders.model, settings, name, device, sharding
     kind = _kind_of(config, settings)
     source, model, info = load_base(kind, *where)
@@ -120,14 +122,14 @@ def build_value_model(
             decoder.to(device)
             head.to(device)
             fuse(decoder, kernel)
-        styles = division_of(decoder, sharding)
+        division = division_of(decoder, sharding)
         if settings.lora is not None:
             # Only the decoder gets adapters; all weights of the head are trained.
             new = new_adapter(settings, kind, folders.model, seed, source, sharding)
             put_adapter(decoder, settings.lora, new, None, folders.adapter)
             if source is not None:
                 follow_copies(decoder, source.places)
-        divide_model(decoder, styles, source, sharding)
+        divide_model(decoder, division, source, sharding)
         value_model = ValueModel(decoder, head, kernel)
         if value_model.runner.images is not None:
             value_model.runner.images.cache_bytes = settings.vision_cache_gb * 2**30

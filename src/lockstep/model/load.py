@@ -12,6 +12,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.kernels.quantized.fp8_linear import train_in_fp8
 from lockstep.kernels.quantized.projections import projections
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, unsupported
+from lockstep.model.expert_plan import check_experts
 from lockstep.model.heads import ValueModel, build_value_model
 from lockstep.model.load_folder import (
     DTYPES,
@@ -63,6 +64,7 @@ def load_policy(
     config = config_of(folders.model, settings.path)
     check_architecture(config, settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(config, settings.path, kernel, device, sharding)
+    check_experts(config, settings.path, kernel, device, sharding)
     kind = loaded_kind(settings)
     source, model, info = load_base(kind, folders.model, settings, settings.path, device, sharding)
     refuse_partial(info, f"model.path {settings.path}")
@@ -72,13 +74,13 @@ def load_policy(
         if sharding is None:
             model.to(device)
             fuse(model, kernel)
-        styles = division_of(model, sharding)
+        division = division_of(model, sharding)
         copied = bool(settings.lora and settings.lora.modules_to_save)
         found = read_places(model, folders.model) if copied and source is None else None
         new = new_adapter(settings, kind, folders.model, seed, source, sharding)
         adapted = with_adapter(model, settings.lora, new, folders.adapter)
         follow_copies(model, source.places if source is not None else found[1] if found is not None else {})
-        divide_model(model, styles, source, sharding)
+        divide_model(model, division, source, sharding)
         policy = Policy(adapted, kernel, scoring)
         policy.unused = tuple(info["unused"])
         if frozen:

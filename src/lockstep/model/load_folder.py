@@ -20,10 +20,11 @@ from lockstep.kernels.quantized.formats import dequantize, quantize
 from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
 from lockstep.model.adapters.active import TRAINED, saved_copies
 from lockstep.model.adapters.divided_dora import divide_dora
-from lockstep.model.adapters.expert_adapters import adapt_experts
+from lockstep.model.adapters.expert_adapters import adapt_experts, innermost
 from lockstep.model.adapters.lora_init import ReadWeight, fill_norms, unset_norms
 from lockstep.model.check import enter
 from lockstep.model.decoder import inner_decoder
+from lockstep.model.expert_plan import expert_modules, without_experts
 from lockstep.model.lora import NewAdapter
 from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
 from lockstep.model.quantized.quantize import quantize_loaded
@@ -31,6 +32,7 @@ from lockstep.model.quantized.quantized_folder import needs_dequantizing, readab
 from lockstep.model.streamed import InFiles, Streamed, blocks_of, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.text_model import no_language_model
+from lockstep.parallel.expert import divide_experts
 from lockstep.parallel.sharding import Sharding, shard, unit_gathered
 from lockstep.parallel.tensor import Style, divide
 from lockstep.parallel.world import refused_together
@@ -123,9 +125,22 @@ def load_base(
     return None, model, info
 
 
-def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:
-    """Returns how tensor parallelism splits each module. Call this function before adapters wrap the modules."""
-    return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
+class ModelDivision(NamedTuple):
+    """How tensor parallelism splits each module, and the experts modules that expert parallelism divides."""
+
+    styles: dict[str, Style]
+    experts: list[str]
+
+
+def division_of(model: PreTrainedModel, sharding: Sharding | None) -> ModelDivision:
+    """Returns how the model is split over ranks. Call this function before adapters wrap the modules."""
+    if sharding is None:
+        return ModelDivision({}, [])
+    styles = {} if sharding.tensor is None else styles_of(model, sharding.tensor.size)
+    if sharding.expert is None:
+        return ModelDivision(styles, [])
+    experts = expert_modules(model, sharding.expert.mesh.size())
+    return ModelDivision(without_experts(styles, inner_decoder(model)), experts)
 
 
 def new_adapter(
@@ -175,16 +190,20 @@ def follow_copies(model: nn.Module, places: dict[nn.Parameter, InFiles]) -> None
 
 
 def divide_model(
-    model: PreTrainedModel, styles: dict[str, Style], source: Streamed | None, sharding: Sharding | None
+    model: PreTrainedModel, division: ModelDivision, source: Streamed | None, sharding: Sharding | None
 ) -> None:
-    """Splits the model over the ranks of a tensor-parallel group. Call this function before other code reads the number
-    of heads."""
-    if sharding is None or sharding.tensor is None:
-        return
+    """Splits the model over the ranks of its tensor- and expert-parallel groups. Call this function before other code
+    reads the number of heads."""
     decoder = inner_decoder(model)
     adapt_experts(decoder)
-    replaced = divide(model, decoder, with_adapters(decoder, styles), sharding.tensor)
-    divide_dora(decoder, styles, sharding.tensor)
+    if sharding is None:
+        return
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    if sharding.tensor is not None:
+        replaced |= divide(model, decoder, with_adapters(decoder, division.styles), sharding.tensor)
+        divide_dora(decoder, division.styles, sharding.tensor)
+    if sharding.expert is not None:
+        replaced |= divide_experts(decoder, innermost(decoder, division.experts), sharding.expert)
     if source is not None:
         source.replaced(replaced)
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lockstep.errors import Problem, Refusal
+from lockstep.kernels.grouped_experts import stacks_experts
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.kernels.quantized.formats import NF4_BLOCK
 from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
+from lockstep.model.adapters.expert_adapters import innermost
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.text_model import layer_sizes, model_on_meta, text_config
 from lockstep.parallel.tensor import Style, divided_dimensions
@@ -108,8 +110,9 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
         adapters = getattr(module, "lora_A", None)
         if adapters is None:
             found[name] = style
-        elif style == "experts":
-            found[f"{name}{'.base_layer' * _depth(module)}"] = style
+        elif style == "experts" and stacks_experts(module.get_base_layer()):
+            (inside,) = innermost(decoder, [name])
+            found[inside] = style
         elif style not in sides:
             raise _undivided(name, style)
         else:
@@ -120,11 +123,6 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
             found |= {f"{name}.lora_magnitude_vector.{one}": style for one in norms}
             _refuse_dora(name, module)
     return found
-
-
-def _depth(module: Any) -> int:
-    """Returns how many adapters of single parameters wrap a module of experts."""
-    return 1 + _depth(module.base_layer) if hasattr(module, "parameter_name") else 0
 
 
 def _undivided(name: str, style: Style) -> Refusal:

@@ -50,28 +50,37 @@ def check_division(config: Any, path: str, kernel: str, device: torch.device, sh
 def try_division(config: Any, kernel: str, device: torch.device, group: TensorGroup) -> None:
     one = build_miniature(config, kernel, device, group.size).policy
     model = build_miniature(config, kernel, device, group.size).model
-    line = packed_row([tokens(length, WORDS) for length in LENGTHS], device)
-    wanted, gradients = _run(one, line)
+    wanted = run_packed(one, device)
     try:
         divide(model, inner_decoder(model), styles_of(model, group.size), group)
-        found, divided = _run(Policy(model, kernel).eval(), line)
+        found = run_packed(Policy(model, kernel).eval(), device)
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise Unfit(f"it cannot be run divided over {group.size} processes: {first_line(error)}") from error
+    compare(wanted, found, f"divided over {group.size} processes")
+
+
+# The log-probs of a packed row, and the full gradient of each parameter.
+Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def compare(one: Results, several: Results, how: str) -> None:
+    """Raises `Unfit` if the results of a divided model differ from those of one process. `how` says how it is
+    divided."""
+    (wanted, gradients), (found, divided) = one, several
     difference = float((found - wanted).abs().max())
     if not difference <= LOGPROB_ERROR:
-        raise Unfit(
-            f"divided over {group.size} processes its log-probs differ from those of one process by {difference:.2g}"
-        )
+        raise Unfit(f"{how} its log-probs differ from those of one process by {difference:.2g}")
     least = GRADIENT_FLOOR * max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         off = float((divided[name] - gradient).norm()) / max(float(gradient.norm()), least)
         if not off <= GRADIENT_ERROR:
-            raise Unfit(f"divided over {group.size} processes the gradient of {name} is off by {off:.2g} of its norm")
+            raise Unfit(f"{how} the gradient of {name} is off by {off:.2g} of its norm")
 
 
-def _run(policy: Policy, line: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Runs forward and backward. Returns the log-probs, and the full (unsharded) gradient of each parameter."""
+def run_packed(policy: Policy, device: torch.device) -> Results:
+    """Runs forward and backward of a packed row."""
+    line = packed_row([tokens(length, WORDS) for length in LENGTHS], device)
     with torch.enable_grad():
         logprobs: torch.Tensor = policy(line).logprobs_K
         (logprobs * weights_of(len(logprobs), logprobs.device)).sum().backward()

@@ -79,6 +79,13 @@ TENSOR_PARALLEL = Trial(
     "a small model gives the same log-probs and gradients undivided and divided over the ranks",
     cached=True,
 )
+EXPERT_PARALLEL = Trial(
+    "expert_parallel",
+    "before weights load, with parallel.expert_parallel above 1",
+    "model.expert_plan.check_experts",
+    "a small model gives the same log-probs and gradients undivided and with its experts divided over the ranks",
+    cached=True,
+)
 ENGINE = Trial(
     "engine",
     "when the built-in engine starts",

@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
+from lockstep.parallel.expert import ExpertGroup, divided_experts, experts_gathered, refuse_expert_groups
 from lockstep.parallel.tensor import TensorGroup, is_sliced, refuse_groups
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_parallel import Parallel
@@ -35,6 +36,8 @@ class Sharding:
     """The tensor-parallel group of this rank. With tensor parallelism, `mesh` has only one rank of each group."""
     every: DeviceMesh | None = None
     """With tensor parallelism, a mesh of all ranks, for the parameters that tensor parallelism does not split."""
+    expert: ExpertGroup | None = None
+    """The expert-parallel group of this rank."""
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | None) -> None:
@@ -49,6 +52,11 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | Non
     # The host memory of offloaded weights is pinned, so that copies do not block the device.
     place = CPUOffloadPolicy(pin_memory=sharding.device.type != "cpu") if sharding.on_host else OffloadPolicy()
     for part in layers:
+        if sharding.expert is not None:
+            # The experts of a rank are sharded only over the ranks with the same experts.
+            for experts in part.modules():
+                if divided_experts(experts) is not None:
+                    fully_shard(experts, mesh=sharding.expert.shards, mp_policy=policy, offload_policy=place)
         fully_shard(part, mesh=sharding.mesh, mp_policy=policy, offload_policy=place)
     fully_shard(root, mesh=sharding.every or sharding.mesh, mp_policy=policy, offload_policy=place)
     for module in _sharded(root):
@@ -106,7 +114,8 @@ def gathered(root: nn.Module) -> Iterator[None]:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
-        yield
+        with experts_gathered(root):
+            yield
     finally:
         for module in modules:
             module.reshard()
@@ -205,21 +214,28 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 # The device mesh. Each row of the mesh has one copy of a model, sharded over the ranks of the row. With tensor
-# parallelism every entry of the mesh is a group of neighbouring ranks.
+# parallelism every entry of the mesh is a group of neighbouring ranks. Expert-parallel groups are parts of a row.
 
 
 class Grid(NamedTuple):
     """The sizes of the mesh, with `replicate` copies of a model, each in `shard` shards, each shard split over `tensor`
-    ranks."""
+    ranks. The experts of a layer are divided over `expert` of the `shard` entries."""
 
     replicate: int
     shard: int
     tensor: int = 1
+    expert: int = 1
 
 
 def grid_of(settings: Parallel, ranks: int) -> Grid:
     """Returns the mesh sizes of the recipe for this number of ranks. Raises `Refusal` if the number of ranks does not
     fit these sizes."""
+    grid = _grid_without_experts(settings, ranks)
+    refuse_expert_groups(settings.expert_parallel, grid.shard)
+    return grid._replace(expert=settings.expert_parallel)
+
+
+def _grid_without_experts(settings: Parallel, ranks: int) -> Grid:
     shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor_parallel
     refuse_groups(tensor, ranks)
     every, ranks = ranks, ranks // tensor
@@ -270,14 +286,32 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
     grid = grid_of(settings, world.size)
     local_device = device.torch_device(world.local_rank)
     copies = () if grid.replicate == 1 else ("replicate",)
-    sizes = grid._asdict()
+    sizes = {"replicate": grid.replicate, "shard": grid.shard, "tensor": grid.tensor}
     if grid.tensor == 1:
-        return Sharding(_mesh(device, world, sizes, (*copies, "shard")), local_device, on_host)
+        mesh = _mesh(device, world, sizes, (*copies, "shard"))
+        return Sharding(mesh, local_device, on_host, expert=_expert_group(grid, device, world, None))
     mesh = _mesh(device, world, sizes, (*copies, "shard", "tensor"))
     # Parameters that tensor parallelism does not split are sharded over the ranks of the tensor-parallel group too.
     every = _mesh(device, world, sizes | {"shard": grid.shard * grid.tensor}, (*copies, "shard"))
     *slices, tensor = mesh.mesh_dim_names or ()
-    return Sharding(mesh[tuple(slices)], local_device, on_host, TensorGroup(mesh[tensor]), every)
+    group = TensorGroup(mesh[tensor])
+    experts = _expert_group(grid, device, world, group)
+    return Sharding(mesh[tuple(slices)], local_device, on_host, group, every, experts)
+
+
+def _expert_group(grid: Grid, device: Device, world: World, tensor: TensorGroup | None) -> ExpertGroup | None:
+    if grid.expert == 1:
+        return None
+    copies = () if grid.replicate == 1 else ("replicate",)
+    sizes = {"replicate": grid.replicate, "shard": grid.shard // grid.expert, "expert": grid.expert * grid.tensor}
+    mesh = _mesh(device, world, sizes, (*copies, "shard", "expert"))
+    *slices, experts = mesh.mesh_dim_names or ()
+    if tensor is None:
+        peers = mesh[experts].get_group()
+    else:
+        sizes = {"all": world.size // sizes["expert"], "peer": grid.expert, "tensor": grid.tensor}
+        peers = _mesh(device, world, sizes, ("all", "peer", "tensor")).get_group(1)
+    return ExpertGroup(mesh[experts], peers, grid.expert, mesh[tuple(slices)], tensor)
 
 
 def _mesh(device: Device, world: World, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:

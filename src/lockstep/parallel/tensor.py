@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import Refusal
+from lockstep.kernels.grouped_experts import ADAPTERS
 from lockstep.parallel.world import HOST_COLLECTIVE, TIMEOUT, World
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 # How a module is split: by outputs, by inputs or by experts. A `shared` module (a per-head norm) is not split, but each
 # rank applies it to its own heads.
 Style = Literal["columns", "rows", "experts", "shared"]
-# Name of the attribute of an experts module with a function for each parameter that has an adapter. The function gets
-# this rank's part of the parameter, the index of its first expert and the group, and returns the adapted part.
-ADAPTED = "lockstep_adapted"
 # Name of the model attribute that refers to the model's tensor-parallel group.
 GROUP = "lockstep_tensor_group"
 
@@ -122,6 +120,12 @@ class _Summed(torch.autograd.Function):
         return grads[0], None
 
 
+def sum_outputs(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Sums the outputs of a module over the group. The gradient is the same on all ranks, and is not summed."""
+    summed: torch.Tensor = _Summed.apply(tensor, group)
+    return summed
+
+
 def divide(
     model: nn.Module, decoder: nn.Module, styles: Mapping[str, Style], group: TensorGroup
 ) -> dict[nn.Parameter, nn.Parameter]:
@@ -175,40 +179,43 @@ def divided_dimensions(module: nn.Module, style: Style) -> dict[str, int]:
     return {"weight": 1} if style == "rows" else {}
 
 
-def _show(module: nn.Module, **parts: torch.Tensor | None) -> None:
+def show_parts(module: nn.Module, **parts: torch.Tensor | None) -> None:
     """Replaces the module's parameters by `parts` during a forward pass. The local tensors are set as instance
     attributes, which take precedence over parameters."""
     vars(module).update(parts)
 
 
-def _hide(module: nn.Module) -> None:
+def hide_parts(module: nn.Module) -> None:
+    """Ends the effect of `show_parts`."""
     for name in module._parameters:
         vars(module).pop(name, None)
 
 
-def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def local_part(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns this rank's part of a parameter."""
     return parameter.to_local() if is_sliced(parameter) else parameter
 
 
 def _before_columns(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
-    _show(module, **{name: _local(parameter) for name, parameter in module._parameters.items()})
+    show_parts(module, **{name: local_part(parameter) for name, parameter in module._parameters.items()})
     return group.enter(inputs[0]), *inputs[1:]
 
 
 def _after_columns(module: nn.Module, output: Any, group: TensorGroup) -> None:
-    _hide(module)
+    hide_parts(module)
 
 
 def _before_rows(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
     # The module's forward runs without bias. The bias is added once, after the all-reduce.
-    _show(module, **{name: _local(parameter) for name, parameter in module._parameters.items()} | {"bias": None})
+    parts = {name: local_part(parameter) for name, parameter in module._parameters.items()}
+    show_parts(module, **parts | {"bias": None})
 
 
 def _after_rows(module: nn.Module, output: Any, group: TensorGroup) -> torch.Tensor | None:
-    _hide(module)
+    hide_parts(module)
     if output is None:  # the forward pass failed, or the recomputation of gradient checkpointing stopped early
         return None
-    summed: torch.Tensor = _Summed.apply(output, group)
+    summed = sum_outputs(output, group)
     bias = module._parameters.get("bias")
     return summed if bias is None else summed + bias
 
@@ -218,31 +225,37 @@ def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGrou
     heads."""
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if torch.is_grad_enabled():
-        _show(
+        show_parts(
             module,
             **{name: group.enter_apart(parameter) for name, parameter in parameters.items() if parameter.requires_grad},
         )
+
+
+def hold_experts(module: nn.Module, experts: list[int], group: TensorGroup | None) -> None:
+    """Tells the adapters of an experts module which experts this rank has."""
+    if (adapters := vars(module).get(ADAPTERS)) is not None:
+        adapters.hold(experts, group)
 
 
 def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
     """Maps the experts that the router chose for each token to indices of this rank's experts. Experts of other ranks
     get the index after the last local expert, which transformers' modules skip. Experts of other ranks also get the
     router weight 0, because some modules do not skip that index."""
-    parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
+    parts = {name: local_part(parameter) for name, parameter in module._parameters.items()}
     num_local = next(len(part) for part in parts.values() if part is not None)
-    for name, adapted in vars(module).get(ADAPTED, {}).items():
-        parts[name] = adapted(parts[name], num_local * group.mesh.get_local_rank(), group)
-    _show(module, **parts)
+    first = num_local * group.mesh.get_local_rank()
+    hold_experts(module, list(range(first, first + num_local)), group)
+    show_parts(module, **parts)
     states, chosen, weights = inputs
-    index = chosen - num_local * group.mesh.get_local_rank()
+    index = chosen - first
     is_local = (index >= 0) & (index < num_local)
     weights = group.enter_apart(weights).masked_fill(~is_local, 0)
     return group.enter(states), index.masked_fill(~is_local, num_local), weights
 
 
 def _after_experts(module: nn.Module, output: Any, group: TensorGroup) -> torch.Tensor | None:
-    _hide(module)
-    return None if output is None else _Summed.apply(output, group)
+    hide_parts(module)
+    return None if output is None else sum_outputs(output, group)
 
 
 HOOKS: dict[Style, tuple[Callable[..., Any], Callable[..., Any]]] = {

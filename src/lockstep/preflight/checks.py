@@ -240,6 +240,9 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(
             model.tensor_division, CheckStage.MODEL, lambda context: context.recipe.parallel.tensor_parallel > 1
         ),
+        PreflightCheck(
+            model.expert_division, CheckStage.MODEL, lambda context: context.recipe.parallel.expert_parallel > 1
+        ),
     ),
     "device": (PreflightCheck(packages, CheckStage.SETTINGS),),
     "run": (

@@ -36,6 +36,7 @@ from lockstep.rollout.native.native_engine import fitting_prefill, kept_cache
 RECKONED = {
     *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "tensor_parallel"),
     *(
+        "expert_parallel",
         "context_parallel",
         "context_layout",
         "offload",

@@ -14,6 +14,7 @@ from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.methods import METHODS
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import decoder_layers, refuse_untiled
+from lockstep.model.expert_plan import refuse_undivided_experts
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.load_folder import DTYPES, kernel_of
@@ -214,6 +215,14 @@ def tensor_division(context: Context) -> Iterator[Problem]:
     """Reports models, trained or frozen, that tensor parallelism cannot divide."""
     for path in model_folders(context.recipe).values():
         yield from problems_of(refuse_indivisible, load_config(path), path, context.recipe.parallel.tensor_parallel)
+
+
+def expert_division(context: Context) -> Iterator[Problem]:
+    """Reports models, trained or frozen, whose experts expert parallelism cannot divide."""
+    parallel = context.recipe.parallel
+    for path in model_folders(context.recipe).values():
+        sizes = (parallel.expert_parallel, parallel.tensor_parallel)
+        yield from problems_of(refuse_undivided_experts, load_config(path), model_folder(path), path, *sizes)
 
 
 def tiled_mlps(context: Context) -> Iterator[Problem]:

@@ -19,7 +19,9 @@ from lockstep.kernels.quantized.projections import projections
 from lockstep.kernels.tiled_mlp import untiled
 from lockstep.methods import METHODS
 from lockstep.model.adapters.active import lora_layers
+from lockstep.model.adapters.expert_adapters import innermost
 from lockstep.model.decoder import decoder_layers, inner_decoder
+from lockstep.model.expert_plan import expert_modules
 from lockstep.model.load import load_config
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.lora import with_adapter
@@ -33,6 +35,7 @@ from lockstep.optimizers.roles import roles_of
 from lockstep.optimizers.rule_table import refuse_parts, scratch_bytes_of, state_bytes_of
 from lockstep.optimizers.update_rule import Roles
 from lockstep.parallel.sharding import Grid
+from lockstep.parallel.tensor import Style
 from lockstep.preflight.state_sizes import recurrent_activations
 from lockstep.preflight.tower_sizes import TowerSizes
 from lockstep.recipe import Recipe
@@ -150,6 +153,10 @@ class Counted:
     """Bytes of the quantised weights with which the native engine generates (`rollout.precision`)."""
     tower: TowerSizes | None = None
     """The vision tower, if it is loaded."""
+    experts: int = 0
+    """The number of parameters that expert parallelism divides."""
+    expert_layers: int = 0
+    """The number of layers whose experts expert parallelism divides."""
     _states: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
     """Results of `state_bytes`, which a search for settings asks for many times."""
 
@@ -185,16 +192,22 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         # Norms, biases and adapters are too small to count separately for tensor parallelism.
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
+        expert, tensor = recipe.parallel.expert_parallel, recipe.parallel.tensor_parallel
+        names = expert_modules(base, expert * tensor) if expert > 1 else []
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
         view, tower = _view_bytes(recipe, layers), TowerSizes.of(base)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
         coded, tileable = Coded.of(base, recipe.model), untiled(layers) is None
         model = with_adapter(base, recipe.model.lora, 0, checked_adapter(recipe.model))
         styles = with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
+        names = innermost(inner_decoder(base), names)
+        stacks = [inner_decoder(base).get_submodule(name) for name in names]
     parameters = sum(p.numel() for p in model.parameters())
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     refuse_all(list(unmatched_groups(recipe.optim, shapes)) if _trains_policy(recipe) else [])
     roles, parts = roles_of(model), part_shapes(model, inner_decoder(base), styles, recipe.parallel.tensor_parallel)
+    by_experts: dict[str, Style] = dict.fromkeys(names, "experts")
+    parts |= part_shapes(model, inner_decoder(base), by_experts, expert * tensor)
     refuse_parts(recipe.optim, roles, shapes, parts)
     trained = [prod(shape) for shape in shapes.values()]
     own = parameters - (sum(trained) if recipe.model.lora is not None else 0)
@@ -220,6 +233,8 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         tileable=tileable,
         view=view,
         tower=tower,
+        experts=sum(one.numel() for module in stacks for one in module.parameters()),
+        expert_layers=len(stacks),
     )
 
 
@@ -245,7 +260,9 @@ def loaded_beside(counted: Counted, config: Any, grid: Grid, size: int) -> int:
     kept = counted.divided // grid.tensor
     inside = counted.parameters - counted.outside
     each = counted.coded.weight_bytes(inside, size) / max(1, inside)
-    layer = int((counted.layer - (counted.divided - kept) // text_sizes(config).layers) * each)
+    # Expert parallelism leaves the experts of the other ranks of the group where they are.
+    others = counted.experts // grid.tensor - counted.experts // (grid.tensor * grid.expert)
+    layer = int((counted.layer - (counted.divided - kept + others) // text_sizes(config).layers) * each)
     outside = counted.outside * size
     entered = outside + 2 * layer + max(outside, layer)
     # If the full model is in host memory, it is divided over the tensor-parallel ranks before it is sharded.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lockstep.model.load_folder import DTYPES
+from lockstep.model.router import experts_of_token
 from lockstep.model.text_model import text_sizes
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.batch_plan import logprob_limit, old_needed
@@ -98,12 +99,16 @@ class StepTimes:
         self.tensor, self.pieces = cluster.neighbours(self.grid.tensor), self.grid.shard * self.grid.tensor
         self.slices = cluster.apart(self.grid.shard, self.grid.tensor)
         self.every = cluster.neighbours(self.pieces)
+        # The ranks that exchange tokens, and those among which the experts of a rank are sharded.
+        self.peers = cluster.apart(self.grid.expert, self.grid.tensor)
+        self.holders = cluster.apart(self.grid.shard // self.grid.expert, self.grid.expert * self.grid.tensor)
         self.copies = cluster.apart(self.grid.replicate, self.pieces)
         self.context = recipe.parallel.context_parallel
         self.groups = cluster.devices // recipe.parallel.group
         cost = models.cost
         # The fraction of the weights (without the output head) that tensor parallelism divides.
         self.divided = min(1.0, models.counted.divided / (cost.read - cost.head))
+        self.experts = min(1.0, models.counted.experts / (cost.read - cost.head))
         # The device with the most rows determines the time of an update. Context parallelism divides each row over
         # several devices.
         rows = max(1, work.rows // work.updates)
@@ -172,11 +177,13 @@ class StepTimes:
         tokens, squares, targets = self._shares()
         micro = self.micro_batches
         computing = self._pass(cost, tokens, squares, targets if head else 0, micro) / 3 * updates
-        whole = self._gathering(cost.read, self.divided * (cost.read - cost.head), self.size * micro * updates)
+        inside = cost.read - cost.head
+        divided, experts = self.divided * inside, self.experts * inside
+        whole = self._gathering(cost.read, divided, self.size * micro * updates, experts)
         cut = self._cut_sequences(work.tokens * self.share, backward=False)
-        sums = self._sums(work.tokens * self.share)
-        traffic = whole.traffic + cut.traffic + sums.traffic
-        return PhaseTime("", computing, sums.waiting, whole.links + cut.links, traffic=traffic)
+        sums, sent = self._sums(work.tokens * self.share), self._dispatching(work.tokens * self.share)
+        traffic = whole.traffic + cut.traffic + sums.traffic + sent.traffic
+        return PhaseTime("", computing, sums.waiting + sent.waiting, whole.links + cut.links, traffic=traffic)
 
     def update(self, *, head: bool = True) -> PhaseTime:
         recipe, counted, cost = self.recipe, self.models.counted, self.models.cost
@@ -200,19 +207,22 @@ class StepTimes:
         adding = micro * own * (8 + self.size) / self.memory if micro > 1 else 0.0
         # The weights of a layer are gathered before its forward pass and again before its backward pass. Gradients are
         # reduced in fp32.
-        whole = self._gathering(counted.parameters, counted.divided, 2 * self.size * micro)
+        whole = self._gathering(counted.parameters, counted.divided, 2 * self.size * micro, counted.experts)
         # Tensor parallelism of an adapter is ignored, because adapters are small.
-        back = self._gathering(counted.trained, 0 if frozen else counted.divided, 4 * micro)
+        divided, experts = (0, 0) if frozen else (counted.divided, counted.experts)
+        back = self._gathering(counted.trained, divided, 4 * micro, experts)
         slice_bytes = own * 4 * micro
         cut = self._cut_sequences(tokens, backward=True)
-        sums = self._sums(tokens, times=3 if recipe.model.gradient_checkpointing else 2)
+        passed = 3 if recipe.model.gradient_checkpointing else 2
+        sums, sent = self._sums(tokens, times=passed), self._dispatching(tokens, times=passed)
         links = whole.links + back.links + self.cluster.sum_seconds(slice_bytes, self.copies) + cut.links
-        traffic = cut.traffic + sums.traffic + whole.traffic
+        traffic = cut.traffic + sums.traffic + sent.traffic + whole.traffic
         traffic += Traffic(scattered=back.traffic.gathered, summed=2 * _others(slice_bytes, self.copies))
         host = (self._host_bytes(own, micro, state) + self._activations(tokens)) / self.chip.host
         all_traffic = Traffic(*(times * part for part in traffic))
         computing = times * (passes + adding + adamw)
-        return PhaseTime("update", computing, times * sums.waiting, times * links, times * host, traffic=all_traffic)
+        waiting = times * (sums.waiting + sent.waiting)
+        return PhaseTime("update", computing, waiting, times * links, times * host, traffic=all_traffic)
 
     # -- parts
 
@@ -277,12 +287,28 @@ class StepTimes:
             cached=cost.cached // count,
         )
 
-    def _gathering(self, parameters: float, divided: float, each: float) -> PhaseTime:
+    def _gathering(self, parameters: float, divided: float, each: float, experts: float = 0.0) -> PhaseTime:
         """Returns the time of an all-gather of parameters of `each` bytes. Parameters that tensor parallelism divides
-        are gathered over the shard group. All other parameters are gathered over the shard and tensor groups."""
-        part, rest = divided / self.grid.tensor * each, (parameters - divided) * each
-        seconds = self.cluster.gather_seconds(part, self.slices) + self.cluster.gather_seconds(rest, self.every)
-        return PhaseTime("", links=seconds, traffic=Traffic(_others(part, self.slices) + _others(rest, self.every)))
+        are gathered over the shard group, and experts that expert parallelism divides over the ranks with the same
+        experts. All other parameters are gathered over the shard and tensor groups."""
+        held = experts / self.grid.tensor / self.grid.expert * each
+        # Tensor parallelism divides the experts too.
+        apart, whole = (experts, 0.0) if self.grid.tensor > 1 else (0.0, experts)
+        part, rest = (divided - apart) / self.grid.tensor * each, (parameters - divided - whole) * each
+        groups = [(part, self.slices), (rest, self.every), (held, self.holders)]
+        seconds = sum(self.cluster.gather_seconds(size, group) for size, group in groups)
+        return PhaseTime("", links=seconds, traffic=Traffic(sum(_others(size, group) for size, group in groups)))
+
+    def _dispatching(self, tokens: float, *, times: int = 1) -> PhaseTime:
+        """Returns the time of the all-to-alls that send tokens to the ranks of their experts and back, if the experts
+        have equally many tokens. `times` is that of `_sums`."""
+        if self.grid.expert == 1:
+            return PhaseTime("")
+        chosen, hidden = experts_of_token(self.models.config) or 1, text_sizes(self.models.config).hidden
+        rows = tokens * chosen / self.grid.tensor * self.models.counted.expert_layers
+        sent = 2 * times * _others(rows * hidden * self.size, self.peers)
+        seconds = self.cluster.exchange_seconds(sent, self.peers)
+        return PhaseTime("", waiting=seconds, traffic=Traffic(exchanged=sent))
 
     def _sums(self, tokens: float, *, times: int = 1) -> PhaseTime:
         """Returns the time of the tensor-parallel all-reduces of the outputs of attention and feed-forward in each

@@ -72,8 +72,8 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
     if model.vision == "train" and model.lora is not None:
         why = "an adapter is trained instead of all weights, so the tower cannot be trained with it"
         yield unfit(key, why, "set model.vision=freeze, or remove model.lora")
-    for name, size in (("context", parallel.context_parallel), ("tensor", parallel.tensor_parallel)):
-        if size > 1:
+    for name in ("context", "tensor", "expert"):
+        if (size := getattr(parallel, f"{name}_parallel")) > 1:
             why = f"{size} divides the tokens or layers of a model, and images are not divided"
             yield unfit(f"parallel.{name}_parallel", why, f"set parallel.{name}_parallel=1 and shard the model instead")
     settings: dict[str, tuple[object, str]] = {

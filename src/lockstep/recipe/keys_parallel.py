@@ -77,6 +77,14 @@ class Parallel(Section):
         "generation. Tensor parallelism splits attention by heads. The model must have a tensor-parallel plan. `shard` "
         "x `replicate` x `tensor_parallel` is the number of processes.",
     )
+    expert_parallel: int = Field(
+        1,
+        ge=1,
+        description="Expert parallelism: number of processes that divide the experts of every layer of a "
+        "mixture-of-experts model. Tokens are sent to the processes of their experts and back (all-to-all). The "
+        "processes of a group train on different rows. The value must divide `parallel.shard`, and the number of "
+        "experts must be divisible by it (times `tensor_parallel`).",
+    )
     context_parallel: int = Field(
         1,
         ge=1,

@@ -59,6 +59,26 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
             yield unfit(key, why, f"remove it, {alone}")
 
 
+def _expert_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems of keys that do not work with expert parallelism."""
+    parallel = recipe.parallel
+    if parallel.expert_parallel == 1:
+        return
+    alone = "or set parallel.expert_parallel=1"
+    for name in ("offload", "offload_critic"):
+        if getattr(parallel, name) in ("params", "all"):
+            yield unfit(f"parallel.{name}", "divided experts cannot be offloaded", f"use optimizer, {alone}")
+    for name in ("offload_reference", "offload_teacher"):
+        if getattr(parallel, name):
+            yield unfit(f"parallel.{name}", "divided experts cannot be offloaded", f"remove it, {alone}")
+    if recipe.model.quantize is not None:
+        yield unfit("model.quantize", "quantised experts cannot be divided over processes", f"remove it, {alone}")
+    if recipe.tape.record:
+        yield unfit(
+            "tape", "a tape cannot be recorded with expert parallelism", "record with parallel.expert_parallel=1"
+        )
+
+
 DEFAULT_TOKENS = 4096
 # Keys of `data` that only offline methods read, each with the remedy that an online run shows.
 OFFLINE_ROWS = {
@@ -104,6 +124,7 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _offload_problems(recipe)
     yield from _balance_problems(recipe)
     yield from _tensor_problems(recipe)
+    yield from _expert_problems(recipe)
     yield from _unread_sections(recipe)
     yield from (_online_problems(recipe) if recipe.method in ONLINE else _offline_problems(recipe))
 
