@@ -17,6 +17,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from lockstep.vision.images import png_bytes
+from refusals import refuses
 from vision_families import CONFIGS, write_family
 
 from .processes import python
@@ -103,13 +104,17 @@ def in_step(place: Path, method: str, model: str, *words: str) -> set[str]:
     cpu = history(place, method, model, "cpu", *words)
     assert len(npu) == len(cpu) == 2
     for name in METRICS[method]:
-        assert [m[name] for m in npu] == pytest.approx([m[name] for m in cpu], rel=1e-5, abs=1e-6)
+        # A gradient norm adds up the rounding of all layers.
+        bar = 1e-4 if name.endswith("grad_norm") else 1e-5
+        assert [m[name] for m in npu] == pytest.approx([m[name] for m in cpu], rel=bar, abs=1e-6)
     if method in ONLINE:
         runs = [run_name(method, model, device, *words) for device in ("npu", "cpu")]
         assert responses(place, runs[0]) == responses(place, runs[1])
     return ran
 
 
+# Their layers count the tokens of each expert with an operator that the emulator has not.
+EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe")
 FUSED = {"npu::npu_fusion_attention", "npu::npu_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu"}
 
 
@@ -121,12 +126,21 @@ def test_images_train_in_step_with_the_cpu(place: Path, method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", MORE)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family not in EXPERTS])
 def test_families_train_in_step_with_the_cpu(place: Path, family: str, method: str) -> None:
     if not (place / family).exists():
         write_family(family, place / family)
     words = ["data.require_end=false"] if method == "sft" else []
     in_step(place, method, family, *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EXPERTS)
+def test_an_operator_without_a_kernel_is_refused_before_training(place: Path, family: str) -> None:
+    write_family(family, place / family)
+    with refuses("device npu:0", "device-error", "histogram_cpu", "Int"):
+        history(place, "grpo", family, "npu")
+    assert not (place / "runs" / run_name("grpo", family, "npu") / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
