@@ -375,9 +375,8 @@ def timed(sides: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
     for name, values in seconds.items():
         ratios = [theirs / mine for theirs, mine in zip(values, ours, strict=True)]
         found[name] = {"seconds_per_step": summary(values), "ratio": summary(ratios)}
-        print(
-            f"  {name:9} {spread(found[name]['seconds_per_step'], '.3f')} s a step, ratio {spread(summary(ratios), '.2f')}"
-        )
+        step, ratio = spread(found[name]["seconds_per_step"], ".3f"), spread(found[name]["ratio"], ".2f")
+        print(f"  {name:9} {step} s a step, ratio {ratio}", flush=True)
     return found
 
 
@@ -430,7 +429,6 @@ def main() -> None:
         for case in args.cases:
             record["cases"][case] = CASES[case](work, Path(name) / case, args.repeats)
             gc.collect()  # the models of a case are not kept for the next one
-            device.empty_cache()
     if args.out:
         write_record(record, args.out)
 
