@@ -104,6 +104,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/dpo.py
 	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/grpo_step.py
+	$(BIN)/python bench/vision.py
 	$(BIN)/python bench/parity.py
 
 clean:
