@@ -94,6 +94,7 @@ docs: $(VENV)/.test
 	$(BIN)/python tools/migration_tables.py
 	$(BIN)/python tools/environment_figures.py trajectory > docs/trajectory.svg
 	$(BIN)/python tools/environment_figures.py timeline > docs/timeline.svg
+	$(BIN)/python tools/vision_figure.py > docs/vision-tokens.svg
 
 models: $(VENV)/.test
 	$(BIN)/python tools/models_table.py
@@ -103,6 +104,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/dpo.py
 	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/grpo_step.py
+	$(BIN)/python bench/vision.py
 	$(BIN)/python bench/parity.py
 
 clean:

@@ -49,9 +49,9 @@ class Ours:
 
     name = "lockstep"
 
-    def __init__(self, work: Work, folder: Path, steps: int):
+    def __init__(self, work: Work, folder: Path, steps: int, recipe: Recipe | None = None):
         self.work, self.steps, self.step = work, steps, 0
-        self.recipe = _recipe(work, folder)
+        self.recipe = recipe or _recipe(work, folder)
         self.open = ExitStack()
         self.online = self.open.enter_context(open_online(self.recipe, Console.silent()))
         rollout = self.recipe.rollout
@@ -114,11 +114,11 @@ class Ours:
 class Trl:
     """TRL's GRPOTrainer, driven by its own `train()`, which is a pass; its set-up is not in the time."""
 
-    def __init__(self, work: Work, folder: Path, steps: int, variant: str):
+    def __init__(self, work: Work, folder: Path, steps: int, variant: str, make: Any = make_trainer):
         self.name = f"TRL {variant}"
         self.work, self.steps = work, steps
         self.clock = _clock(work)
-        self.trainer = make_trainer(work, str(folder), variant, callbacks=[self.clock])
+        self.trainer = make(work, str(folder), variant, callbacks=[self.clock])
         self.lengths: list[int] = []
         self._count_lengths()
         args = self.trainer.args

@@ -44,12 +44,13 @@ def write_random_lengths(
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    _teach_endings(model, model.config.eos_token_id, mean, seed)
+    teach_endings(model, model.config.eos_token_id, mean, seed)
     model.save_pretrained(folder)
 
 
 @torch.no_grad()
-def _teach_endings(model: Any, end: int, mean: float | None, seed: int) -> None:
+def teach_endings(model: Any, end: int, mean: float | None, seed: int) -> None:
+    """Change the weights of a decoder with a tied head, as the head of this file says."""
     embedding = model.get_input_embeddings().weight
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0

@@ -14,7 +14,7 @@ import torch
 from lockstep.data.prepare.squares import draw_squares
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.schema import Model
-from lockstep.types import Example, MicroBatch, Origin
+from lockstep.types import Completion, Example, MicroBatch, Origin
 from lockstep.vision.families import FAMILIES
 from lockstep.vision.images import image_ref, png_bytes, read_image
 from lockstep.vision.processors import ImageTokens, image_processor
@@ -105,11 +105,28 @@ def check(policy: Any, batch: MicroBatch, wanted: torch.Tensor, gradients: dict[
         torch.testing.assert_close(found[name], gradient, atol=GRADIENT * float(gradient.norm() + 1), rtol=0, msg=name)
 
 
-def generated(folder: Path, rows: Sequence[Example], length: int, end: int) -> list[list[int]]:
-    """The greedy tokens of `generate` after each row."""
+def generated(folder: Path, rows: Sequence[Example], length: int, end: int) -> list[tuple[list[int], list[float]]]:
+    """The greedy tokens of `generate` after each row, and their log-probs."""
     model, found = plain_model(folder).eval(), []
     for one in rows:
         model.model.rope_deltas = None
-        ids = model.generate(**plain_inputs(model, one), do_sample=False, max_new_tokens=length, eos_token_id=end)
-        found.append(ids[0, len(one) :].tolist())
+        made = model.generate(
+            **plain_inputs(model, one),
+            do_sample=False,
+            max_new_tokens=length,
+            eos_token_id=end,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        ids = made.sequences[0, len(one) :].tolist()
+        logprobs = [step[0].float().log_softmax(-1)[token].item() for step, token in zip(made.logits, ids, strict=True)]
+        found.append((ids, logprobs))
     return found
+
+
+def check_generated(done: Sequence[Completion], wanted: Sequence[tuple[list[int], list[float]]]) -> None:
+    """Compares the greedy answers of the engine with those of `generate`: a wrong position may change no token, but it
+    changes log-probs."""
+    assert [one.ids for one in done] == [ids for ids, _ in wanted]
+    for one, (_, logprobs) in zip(done, wanted, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(logprobs), atol=2e-4, rtol=0)

@@ -44,6 +44,11 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 # The config of each small model, without the token ids.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": {**TINY, "rope_parameters": MROPE},
+        # `hidden_size` is the width of the language model.
+        "vision_config": {**QWEN, "embed_dim": 32, "mlp_ratio": 2},
+    },
     "qwen3_vl": {
         "text_config": {**TINY, "rope_parameters": MROPE},
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0, 1]},

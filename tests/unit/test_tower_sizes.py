@@ -16,6 +16,7 @@ from lockstep.preflight.model_sizes import count_parameters
 from lockstep.preflight.tower_sizes import ImageLoad, image_load
 from lockstep.recipe.loader import checked_recipe
 from lockstep.types import Ranking
+from vision_families import write_family
 
 GRID = (1, 16, 16)  # 256 patches, 64 features
 LOAD = ImageLoad(0.5, 64)
@@ -115,3 +116,11 @@ def test_the_images_of_rows(folder: Path) -> None:
     rows = [example(folder, "see # " + end, [picture(0)], trained=len(end)) for end in ("red", "blue and green")]
     load = image_load([Ranking(tuple(rows)), example(folder, "no image", [])], recipe_of(folder, "freeze").model)
     assert load == ImageLoad(4 / len(rows[0]), 4)
+
+
+def test_a_tower_without_a_convolution(tmp_path: Path) -> None:
+    """The tower of Gemma 4 embeds patches of 4 x 4 pixels with a linear layer, and pools 3 x 3 patches."""
+    folder = write_family("gemma4", tmp_path)
+    tower = count_parameters(recipe_of(folder, "train"), load_config(str(folder))).tower
+    assert tower is not None
+    assert (tower.hidden, tower.pixels, tower.patches) == (32, 3 * 4 * 4, 3 * 3)

@@ -16,6 +16,7 @@ PAIRS = [
     ("docs/ascend-faq.md", "docs/ascend-faq.zh.md"),
     ("docs/python.md", "docs/python.zh.md"),
     ("docs/environments.md", "docs/environments.zh.md"),
+    ("docs/vision.md", "docs/vision.zh.md"),
     ("docs/architecture.md", "docs/architecture.zh.md"),
     ("docs/from-verl.md", "docs/from-verl.zh.md"),
     ("docs/from-openrlhf.md", "docs/from-openrlhf.zh.md"),

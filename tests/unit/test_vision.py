@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,33 +81,6 @@ def test_log_probs_and_gradients_of_rows_with_images(folder: Path, rows: list[Ex
     wanted, gradients = by_transformers(folder, rows)
     assert any("visual" in name for name in gradients)
     check(trained(folder), batch, wanted, gradients)
-
-
-def test_qwen2_vl(folder: Path, tmp_path: Path) -> None:
-    """The tower of Qwen2-VL has other layers, and its images have the same tokens and positions."""
-    from transformers import AutoConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    shutil.copytree(folder, tmp_path / "model")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    keys = {name: value for name, value in config.to_dict().items() if name.endswith("_token_id")}
-    text = {**config.text_config.to_dict(), "model_type": "qwen2_vl_text"}
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
-    torch.manual_seed(0)
-    made = Qwen2VLForConditionalGeneration(
-        Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **keys)
-    )
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(std=parameter[0].numel() ** -0.5)
-    made.save_pretrained(tmp_path / "model")
-    wide = picture(1, 56, 112)
-    rows = [example(tmp_path / "model", text, [wide, picture(2)]) for text in ("is # or # red?", "# and #: what?")]
-    check(
-        trained(tmp_path / "model"),
-        micro_batch(rows, packed=True, pad_id=0),
-        *by_transformers(tmp_path / "model", rows),
-    )
 
 
 def test_rows_that_share_a_prefix_with_an_image(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_models import native, run
 
-from image_rows import CPU, example, generated, picture, settings
+from image_rows import CPU, check_generated, example, generated, picture, settings
 from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
 from lockstep.model.load import load_policy
@@ -54,7 +54,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     """Also if the prefill is divided inside of images."""
     keys: dict[str, Any] = {} if budget is None else {"prefill_tokens": budget}
     done = run(native(policy, folder, **keys), asked(rows), GREEDY)
-    assert [one.ids for one in done] == generated(folder, rows, 12, END)
+    check_generated(done, generated(folder, rows, 12, END))
 
 
 def test_log_probs_of_samples_are_those_of_the_trainer(folder: Path, policy: Policy, rows: list[Example]) -> None:

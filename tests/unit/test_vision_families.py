@@ -13,11 +13,12 @@ import pytest
 import torch
 from small_models import native, run
 
-from image_rows import CPU, by_transformers, check, example, generated, picture, settings
+from image_rows import CPU, by_transformers, check, check_generated, example, generated, picture, settings
 from lockstep.data.batching import micro_batch, shared_beginnings
 from lockstep.model.load import load_policy
+from lockstep.rollout.native import decode_batch, runner
 from lockstep.types import Request, Sampling
-from lockstep.vision.spans import ImageBlock
+from lockstep.vision.spans import ImageBlock, ImageInputs
 from refusals import refuses
 from vision_families import CONFIGS, rows_of, write_family
 
@@ -62,7 +63,7 @@ def test_greedy_tokens_equal_those_of_transformers(folder: Path, budget: int | N
     keys: dict[str, Any] = {} if budget is None else {"prefill_tokens": budget}
     asked = [Request(list(one.ids), 100 + key, 1, images=one.images) for key, one in enumerate(rows)]
     done = run(native(policy, folder, **keys), asked, Sampling(max_tokens=10, temperature=0.0, stop_ids=(END,)))
-    assert [one.ids for one in done] == generated(folder, rows, 10, END)
+    check_generated(done, generated(folder, rows, 10, END))
 
 
 @pytest.mark.daily("qwen3_vl", "gemma3")
@@ -76,7 +77,10 @@ def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
         "place": replace(images, places_M=images.places_M + 1),
     }
     if policy.decoder.images.family.three_axes:
+        after = images.axes_3NT + (batch.position_ids_NT > images.places_M[-1])
         broken["axes"] = replace(images, axes_3NT=batch.position_ids_NT.expand(3, -1, -1))
+        broken["swapped axes"] = replace(images, axes_3NT=images.axes_3NT[[0, 2, 1]])
+        broken["offset"] = replace(images, axes_3NT=after)
     if images.blocks:
         broken["mask"] = replace(images, blocks=())
         rows, keys = images.blocks[0].rows_Q, images.blocks[0].keys_K
@@ -85,6 +89,31 @@ def test_broken_inputs_change_the_log_probs(folder: Path) -> None:
         right = policy(batch).logprobs_K
         for name, one in broken.items():
             assert (policy(replace(batch, images=one)).logprobs_K - right).abs().max() > 50 * LOGPROB, name
+
+
+def _flipped(images: ImageInputs) -> ImageInputs:
+    return replace(images, features_M=images.features_M.flip(0))
+
+
+@pytest.mark.daily("qwen3_5")
+def test_a_broken_engine_changes_the_log_probs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features in another order in the prefill, and another offset in decode."""
+    policy = policy_of(folder, "freeze").eval()
+    one = example(folder, "what is #? it is", [picture(1, 32, 64)])
+    sampling = Sampling(max_tokens=4, temperature=0.0, stop_ids=(END,))
+
+    def logprobs() -> list[float]:
+        return run(native(policy, folder), [Request(list(one.ids), 0, 1, images=one.images)], sampling)[0].logprobs
+
+    right = logprobs()
+    assert logprobs() == right
+    with monkeypatch.context() as patch:
+        plain = runner.chunk_images
+        patch.setattr(runner, "chunk_images", lambda chunks: _flipped(plain(chunks)))
+        assert abs(logprobs()[0] - right[0]) > 50 * LOGPROB
+    if policy.decoder.images.family.three_axes:
+        monkeypatch.setattr(decode_batch, "position_offset", lambda images: 0)
+        assert abs(logprobs()[0] - right[0]) > 50 * LOGPROB
 
 
 @pytest.mark.daily("llava_next", "smolvlm")

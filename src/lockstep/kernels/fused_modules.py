@@ -134,7 +134,10 @@ def epsilon_of(module: nn.Module) -> float | None:
 
 
 def is_gated(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS) and not _clamps(module)
+    """Returns whether the module is a gated MLP. Its projections are linear layers or adapters of them. Those of the
+    tower of Gemma 4 are neither: they clamp."""
+    projections = [getattr(module, name, None) for name in PROJECTIONS]
+    return all(isinstance(getattr(one, "in_features", None), int) for one in projections) and not _clamps(module)
 
 
 def _clamps(module: nn.Module) -> bool:

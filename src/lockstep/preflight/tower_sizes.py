@@ -73,14 +73,15 @@ class TowerSizes:
         layers = [part for part in sharded_layers(model) if part in parts]
         inside = {part for layer in layers for part in layer.modules()} or parts
         linear = [part for part in parts if isinstance(part, nn.Linear)]
-        convolution = next(part for part in parts if isinstance(part, nn.Conv2d | nn.Conv3d))
         vision = model.config.vision_config
+        convolution = next((part for part in parts if isinstance(part, nn.Conv2d | nn.Conv3d)), None)
         return cls(
             layers=max(1, len(layers)),
-            hidden=int(convolution.out_channels),
+            hidden=int(convolution.out_channels if convolution is not None else vision.hidden_size),
             wide=sum(one.in_features + one.out_features for one in linear if one in inside),
             outside=sum(one.in_features + one.out_features for one in linear if one not in inside),
-            pixels=convolution.weight[0].numel(),
+            # Gemma 4 embeds patches with a linear layer.
+            pixels=convolution.weight[0].numel() if convolution is not None else 3 * vision.patch_size**2,
             patches=_patches_of_feature(model.config),
             levels=1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()),
         )
@@ -114,6 +115,8 @@ def _patches_of_feature(config: Any) -> float:
         return float(factor**2)
     if ratio := getattr(config, "downsample_ratio", None):
         return float(ratio**-2)
+    if pooled := getattr(vision, "pooling_kernel_size", None):
+        return float(pooled**2)
     if tokens := getattr(config, "mm_tokens_per_image", None):
         return float((vision.image_size // vision.patch_size) ** 2 / tokens)
     return 1.0
