@@ -301,7 +301,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     """Token ids that end this response, in addition to those of `Sampling`."""
     images: tuple[ImageSpan, ...] = ()
-    """The images of the prompt, whose ids have their placeholder tokens. Only the native engine reads images."""
+    """The images of `ids`, which have their placeholder tokens."""
 
     def limits(self, sampling: Sampling) -> Sampling:
         """Returns the sampling parameters with the length limit and the stop conditions of this request."""
@@ -370,11 +370,9 @@ def _check_rows(rows: Sequence[TrajectoryRow], ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of a response: the weighted total, and each component (`parts`).
-
-    `steps` assigns parts of the total to steps of the response, as pairs (end of the step in the text, amount).
-    `tokens` assigns parts of the total to tokens, as pairs (token index, amount): the rewards of turns.
-    """
+    """The reward of a response: the weighted total, and each component (`parts`). `steps` assigns parts of the total to
+    steps of the response, as pairs (end of the step in the text, amount). `tokens` assigns parts of the total to
+    tokens, as pairs (token index, amount): the rewards of turns."""
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -451,9 +449,11 @@ class Rollout:
     @property
     def sequences(self) -> list[Example]:
         """The training sequences: one per row, in the order of the turns. Their loss masks select the policy tokens."""
-        prompt, origin, images = list(self.prompt.ids), self.prompt.question.origin, self.prompt.images
+        prompt, origin = list(self.prompt.ids), self.prompt.question.origin
         rows = [(row.ids, list(row.loss_mask)) for row in self.rows] or [(self.ids, list(self.loss_mask))]
-        return [Example(prompt + ids, [0] * len(prompt) + mask, origin, images=images) for ids, mask in rows]
+        of_rows = (self.trajectory.images if self.trajectory is not None else ()) or [self.prompt.images] * len(rows)
+        pairs = zip(rows, of_rows, strict=True)
+        return [Example(prompt + ids, [0] * len(prompt) + mask, origin, images=own) for (ids, mask), own in pairs]
 
     @property
     def turn_tokens(self) -> list[int]:
