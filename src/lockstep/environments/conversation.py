@@ -167,7 +167,7 @@ class ChatFormat:
 
     def __post_init__(self) -> None:
         if self.images is not None:
-            self.tokenizer.image_family = self.images.family  # type: ignore[attr-defined]
+            self.tokenizer.image_family = self.images.family
         table = getattr(self.tokenizer, "added_tokens_decoder", {})  # some tokenizer classes have no such table
         added = [token.content for token in table.values() if token.special]
         words = sorted({word for word in (*added, *self.tokenizer.all_special_tokens) if word}, key=len, reverse=True)

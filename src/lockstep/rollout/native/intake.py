@@ -24,14 +24,14 @@ class Intake:
         """
         prefixes: list[SharedPrompt] = []
         sequences: list[SequenceState] = []
-        numbers: dict[tuple[int | str, ...], int] = {}
+        numbers: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
         for request in requests:
             if not request.ids:
                 raise ValueError(f"request {self.asked} has no prompt tokens")
             if request.images and request.images[-1].stop >= len(request.ids):
                 raise ValueError(f"request {self.asked}: the prompt ends with an image")
             # Different images may have the same tokens.
-            prompt = (*request.ids, *(image.ref.digest for image in request.images))
+            prompt = (tuple(request.ids), tuple(image.ref.digest for image in request.images))
             number = numbers.get(prompt) if request.session is not None else None
             if number is None:
                 number = first + len(prefixes)
