@@ -179,6 +179,7 @@ class Running:
             stop_strings=self.stop_strings,
             stop_ids=self.stop_ids,
             images=self.conversation.images,
+            question=self.question,
         )
 
     def sampled(self, completion: Completion, version: int | None) -> bool:

@@ -104,7 +104,6 @@ def _generated_from_images(recipe: Recipe) -> dict[str, tuple[object, str]]:
         "rollout.engine": (not ENGINES[rollout.engine].images, unread),
         "rollout.agent": (rollout.agent, text),
         "val.agent": (val.agent, text),
-        "rollout.max_staleness": (rollout.max_staleness is not None, "the generating process loads no vision tower"),
         "rollout.precision": (rollout.precision, "low precision was never tested with image features"),
         "rollout.kv_cache": (rollout.kv_cache, "low precision was never tested with image features"),
         "reward.model": (recipe.reward.model, "a reward model does not see the images"),

@@ -49,6 +49,8 @@ class Family:
     `windows` (layers with a sliding window), or none. The placeholder tokens are then contiguous."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the image processor, which the processor of transformers sets by default."""
+    served: bool = False
+    """Whether vLLM was tested with images of this family: it writes the same tokens for the placeholder of an image."""
 
     @property
     def placeholder(self) -> str:
@@ -90,6 +92,7 @@ _QWEN = Family(
     grid=_qwen_grid,
     tower=lambda pixels, grids_I3: {"pixel_values": pixels, "image_grid_thw": grids_I3},
     three_axes=True,
+    served=True,
 )
 
 

@@ -43,7 +43,14 @@ class ServerManager:
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         refuse_unserved(policy.model, server_adapter.name)
         self.lora_rank = served_rank(policy.model)
-        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank, settings.interactive, settings.precision)
+        self.needs = ServerNeeds(
+            device.name,
+            settings.sleep,
+            self.lora_rank,
+            settings.interactive,
+            settings.precision,
+            images=policy.decoder.images is not None,
+        )
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False

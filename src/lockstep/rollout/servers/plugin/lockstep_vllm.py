@@ -54,6 +54,7 @@ class WeightExtension:
             "device": self.device.type,  # type: ignore[attr-defined]
             "sleep": config.enable_sleep_mode,
             "lora_rank": None if adapters is None else adapters.max_lora_rank,
+            "images": bool(getattr(config, "is_multimodal_model", False)),
         }
 
     @_returns_errors
