@@ -27,7 +27,7 @@ from lockstep.environments.conversation import (
 from lockstep.environments.dispatch import Dispatch, HostCall
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
-from lockstep.environments.message_images import prompt_images, refuse_image_tokens
+from lockstep.environments.message_images import prompt_images, refuse_image_tokens, refuse_sampled_images
 from lockstep.environments.running import Pausing, Running, TurnEngine, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
@@ -397,6 +397,8 @@ class TrajectoryBatch:
             else:
                 assert conversation is not None
                 extension = conversation.extension(running.reply, fields["messages"])
+                if extension.images and hasattr(self.engine.inner, "expands_images"):
+                    refuse_sampled_images(conversation.ids, conversation.loss_mask, self.engine.chat.images)
             running.end_turns_at(fields)
         except Refusal as refusal:
             self._fail(running, f"step returned messages that cannot be used: {refusal.problems[0].why}", TOOL_ERROR)

@@ -212,6 +212,19 @@ def refuse_image_tokens(ids: Sequence[int], tokens: ImageTokens | None) -> None:
         )
 
 
+def refuse_sampled_images(ids: Sequence[int], loss_mask: Sequence[int], tokens: ImageTokens | None) -> None:
+    """Raises `Refusal` if the model sampled a placeholder token. A server that writes the placeholder tokens of later
+    images would take it for an image."""
+    sampled = {token for token, mask in zip(ids, loss_mask, strict=True) if mask}
+    if tokens is not None and tokens.token_id in sampled:
+        raise Refusal.at(
+            "token ids",
+            f"the model wrote {tokens.family.pad}, and the server would take it for an image",
+            "use rollout.engine=native",
+            code="not-text",
+        )
+
+
 def expanded(
     ids: list[int], refs: Sequence[ImageRef], tokens: ImageTokens | None, origin: Origin
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
