@@ -190,7 +190,7 @@ async def _prompt(client: Any, token_ids: list[int], images: list[Any]) -> Any:
     if not images:
         return tokens_input(token_ids)
     prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}}
-    renderer = getattr(client, "renderer", None)
+    renderer: Any = getattr(client, "renderer", None)
     if not hasattr(renderer, "render_cmpl_async"):
         return prompt
     (rendered,) = await renderer.render_cmpl_async([prompt])
