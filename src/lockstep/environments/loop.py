@@ -27,6 +27,7 @@ from lockstep.environments.conversation import (
 from lockstep.environments.dispatch import Dispatch, HostCall
 from lockstep.environments.host import EnvironmentHosts, Host, HostAnswer
 from lockstep.environments.host_worker import LOADING
+from lockstep.environments.message_images import prompt_images, refuse_image_tokens, refuse_sampled_images
 from lockstep.environments.running import Pausing, Running, TurnEngine, row_of
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_environment import EnvironmentSettings
@@ -280,7 +281,8 @@ class TrajectoryBatch:
 
     def _start(self, running: Running) -> None:
         text = prompt_text(self.engine.chat.tokenizer, running.request.ids) if self.hosts.writes_text else None
-        self._call("reset", running, row=row_of(running.question, text), seed=running.seed)
+        row = row_of(running.question, text, self.engine.chat.images)
+        self._call("reset", running, row=row, seed=running.seed)
 
     def _place(self, trajectory: int) -> Host | None:
         """Returns the host for a trajectory or a group; None if it must wait for an answer of a host."""
@@ -329,7 +331,8 @@ class TrajectoryBatch:
         running.anchor = fields["anchor"]
         try:
             if fields["tokens"]:
-                running.conversation = TokenConversation(fields["ids"], self.engine.chat.decode)
+                images = prompt_images(fields["ids"], running.request, self.engine.chat.images)
+                running.conversation = TokenConversation(fields["ids"], self.engine.chat.decode, images)
                 refuse_unknown(fields["ids"], self.engine.vocabulary)
             else:
                 running.conversation = ChatConversation(
@@ -389,10 +392,13 @@ class TrajectoryBatch:
         try:
             if isinstance(conversation, TokenConversation):
                 refuse_unknown(fields["ids"], self.engine.vocabulary)
+                refuse_image_tokens(fields["ids"], self.engine.chat.images)
                 extension = Suffix(fields["ids"])
             else:
                 assert conversation is not None
                 extension = conversation.extension(running.reply, fields["messages"])
+                if extension.images and hasattr(self.engine.inner, "expands_images"):
+                    refuse_sampled_images(conversation.ids, conversation.loss_mask, self.engine.chat.images)
             running.end_turns_at(fields)
         except Refusal as refusal:
             self._fail(running, f"step returned messages that cannot be used: {refusal.problems[0].why}", TOOL_ERROR)
@@ -401,7 +407,7 @@ class TrajectoryBatch:
         if running.room(len(extension.ids) + used) <= 0:
             self._end(running, CONTEXT_OVERFLOW, fields)
             return
-        conversation.extend(extension, fields.get("messages", ()))
+        conversation.extend(extension)
         self.ready.append(running)
 
     # The end of a trajectory.

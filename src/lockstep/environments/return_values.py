@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Literal, SupportsFloat
 
 from lockstep.environments.environment import Start, TextTurn, TokenTurn, Turn
+from lockstep.environments.message_images import checked_content
 
 # Roles of the messages that an environment may write. The model writes the messages of the role `assistant`.
 ROLES = ("system", "developer", "user", "tool")
@@ -161,9 +162,13 @@ def _messages(value: Any, roles: Sequence[str]) -> list[dict[str, Any]]:
             raise ValueError(f"returned {shown(message)} as message {number}, expected a dict with role and content")
         if role not in roles:
             raise ValueError(f"returned message {number} with the role {role!r}, expected one of {', '.join(roles)}")
-        if not isinstance(message.get("content"), str) and not (role == "assistant" and message.get("tool_calls")):
-            raise ValueError(f"returned {shown(message.get('content'))} as the content of message {number}, not text")
-        messages.append(dict(message))
+        content = checked_content(message.get("content"))
+        if content is None and not (role == "assistant" and message.get("tool_calls")):
+            raise ValueError(
+                f"returned {shown(message.get('content'))} as the content of message {number}, not text or a list of "
+                "texts and images (PIL images, or parts with data URIs)"
+            )
+        messages.append({**message, "content": message.get("content") if content is None else content})
     return messages
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lockstep.environments.conversation import ChatConversation, ChatFormat, TokenConversation
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import Host
+from lockstep.environments.message_images import row_images
 from lockstep.environments.parsers import parse_reply
 from lockstep.kernels.sampling import turn_key
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.trajectory import TRUNCATED, Trajectory, TurnRecord, with_own
 from lockstep.types import ENVIRONMENT, FAILED, PAUSED, Completion, PartialResponse, Question, Request, Sampling
+from lockstep.vision.processors import ImageTokens
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +60,9 @@ def environment_seed(run: int, key: int, sample: int) -> int:
     return int.from_bytes(sha256(f"{run}:{key}:{sample}".encode()).digest()[:4], "big") >> 1
 
 
-def row_of(question: Question, rendered: str | None = None) -> dict[str, Any]:
+def row_of(question: Question, rendered: str | None = None, images: ImageTokens | None = None) -> dict[str, Any]:
     """Returns the data row that `reset` gets: the columns of the row, the fields of the question, and the rendered
-    prompt if it is given."""
+    prompt if it is given. `images` writes the images of the model."""
     return {
         **question.columns,
         "prompt": question.prompt,
@@ -69,6 +71,7 @@ def row_of(question: Question, rendered: str | None = None) -> dict[str, Any]:
         "extra_info": question.extra_info,
         "tools": list(question.tools),
         **({} if rendered is None else {"prompt_text": rendered}),
+        **row_images(question, images),
     }
 
 
@@ -175,6 +178,8 @@ class Running:
             session=self.session,
             stop_strings=self.stop_strings,
             stop_ids=self.stop_ids,
+            images=self.conversation.images,
+            question=self.question,
         )
 
     def sampled(self, completion: Completion, version: int | None) -> bool:
@@ -244,13 +249,14 @@ class Running:
             for turn, row in zip(self.turns, self.turn_rows, strict=True)
         )
         named = with_own(metrics, self.counts)
-        return Trajectory(messages, turns, self.stop, dict(self.scores), named, self.info, self.state)
+        images = [] if conversation is None else conversation.row_images()
+        return Trajectory(messages, turns, self.stop, dict(self.scores), named, self.info, self.state, images)
 
     def completion(self) -> Completion:
         trajectory, conversation = self.trajectory(), self.conversation
         if self.failure or conversation is None:
             failed = Completion(self.number, self.sample, [], [], FAILED, failure=self.failure or "no turn")
-            return replace(failed, failure_key=self.failure_key, trajectory=trajectory)
+            return replace(failed, failure_key=self.failure_key, trajectory=replace(trajectory, images=()))
         stop = self.ended_by if self.ended_by in ("token", "string") else "environment"
         prompt, rows = conversation.rows()
         trained = [mask for row in rows for mask in row.loss_mask]

@@ -19,13 +19,15 @@ from lockstep.environments.conversation import (
 )
 from lockstep.environments.host import EnvironmentHosts, HostAnswer, HostSetup
 from lockstep.environments.loop import EnvironmentEngine
+from lockstep.environments.message_images import prompt_images
 from lockstep.environments.parsers import format_named
 from lockstep.environments.running import TurnEngine, environment_seed, row_of
 from lockstep.errors import Refusal, missing_extra, with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ADAPTERS, ENVIRONMENTS, TOOLS
-from lockstep.types import ENVIRONMENT, Prompt
+from lockstep.types import ENVIRONMENT, Prompt, Request
+from lockstep.vision.processors import ImageTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,10 +53,12 @@ class TrajectoryEngineSetup:
     vocabulary: int
     prompt_limit: int | None = None
     output: Path | None = None
+    images: ImageTokens | None = None
+    """Writes the images of messages, if the model reads images."""
 
     @property
     def chat(self) -> ChatFormat:
-        return ChatFormat(self.tokenizer, self.end_ids, self.settings.history)
+        return ChatFormat(self.tokenizer, self.end_ids, self.settings.history, self.images)
 
 
 @dataclass(frozen=True)
@@ -162,19 +166,24 @@ def open_environments(setup: TrajectoryEngineSetup) -> EnvironmentEngine:
 
 
 def try_environment(
-    settings: EnvironmentSettings, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_limit: int, seed: int
+    settings: EnvironmentSettings,
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_limit: int,
+    seed: int,
+    images: ImageTokens | None = None,
 ) -> EnvironmentTrial:
     """Loads the environment and starts a trajectory for one row. Raises `Refusal` if the environment or its first
     prompt cannot be used."""
     setup, question = host_setup(settings, None, tokenizer, prompt_limit), prompt.question
     if settings.parser != "auto":
         format_named(settings.parser, "rollout.parser")
-    chat = ChatFormat(tokenizer, history=settings.history)
+    chat = ChatFormat(tokenizer, history=settings.history, images=images)
     hosts = EnvironmentHosts(setup)
     try:
         host = hosts.place_now(0)
         text = prompt_text(tokenizer, prompt.ids) if hosts.writes_text else None
-        row, start = row_of(question, text), environment_seed(seed, 0, 0)
+        row, start = row_of(question, text, images), environment_seed(seed, 0, 0)
         answer = _answered(hosts, hosts.send(host, do="reset", trajectory=0, row=row, seed=start), settings)
         if answer.why:
             remedy = answer.remedy or _REMEDIES[setup.key]
@@ -182,7 +191,10 @@ def try_environment(
         fields = with_ids(tokenizer, answer.fields, prompt.ids)
         conversation: ChatConversation | TokenConversation
         if fields["tokens"]:
-            conversation = TokenConversation(fields["ids"], tokenizer.decode)
+            request = Request(prompt.ids, 0, images=prompt.images)
+            conversation = TokenConversation(
+                fields["ids"], tokenizer.decode, prompt_images(fields["ids"], request, images)
+            )
             template = f"the environment writes {'raw text' if 'text' in fields else 'token ids'}"
         else:
             refuse_no_template(setup, tokenizer)

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from lockstep.environments.environment import Reply, Start, Turn
+from lockstep.environments.message_images import Content, with_text, with_texts
 from lockstep.environments.sandbox import SandboxFailed
 from lockstep.environments.tools import FunctionTool, InvalidArguments, ToolExit, ToolFailed, ToolServerLost, load_tool
 from lockstep.errors import Refusal
@@ -99,9 +100,9 @@ class ToolEnvironment:
                 "role": "tool",
                 "name": call.name if call.name in self._tools else "unknown",
                 "tool_call_id": call.id,
-                "content": text,
+                "content": content,
             }
-            for call, (text, _) in zip(reply.calls, results, strict=True)
+            for call, (content, _) in zip(reply.calls, results, strict=True)
         ]
         unread = reply.parse_error
         for call in reply.calls:
@@ -110,7 +111,7 @@ class ToolEnvironment:
         if not messages:
             messages = [{"role": "user", "content": reply.parse_error}]
         elif unread:
-            messages[-1]["content"] += f"\n{unread}"
+            messages[-1]["content"] = with_text(messages[-1]["content"], f"\n{unread}")
         self.info["calls"] += len(reply.valid_calls)
         counted, of_tools = {"tool_errors": float(sum(failed for _, failed in results))}, dict[str, float]()
         reported, self._reported = [report for call in self._reported for report in call], []
@@ -121,7 +122,7 @@ class ToolEnvironment:
             self.info["tool_rewards"] += rewards
         return Turn(messages, sum(rewards), metrics=with_own(counted, of_tools))
 
-    async def _results(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
+    async def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Content, bool]]:
         return list(await asyncio.gather(*(self._result(call) for call in self._allowed(calls))))
 
     def _allowed(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
@@ -130,15 +131,15 @@ class ToolEnvironment:
         why = f"error: this call did not run, because a turn may have at most {most} call{'' if most == 1 else 's'}"
         return [*calls[:most], *(replace(call, error=call.error or why) for call in calls[most:])]
 
-    async def _result(self, call: ToolCall) -> tuple[str, bool]:
-        """Returns the text for the model, and whether the tool failed."""
+    async def _result(self, call: ToolCall) -> tuple[Content, bool]:
+        """Returns the content of the message for the model, and whether the tool failed."""
         if call.error:
             return call.error, False
         self._reported.append([])  # calls start in their order, and end in any order
         _reports.set(self._reported[-1])
         tool = self._tools[call.name]
         try:
-            text = await asyncio.wait_for(tool.call(dict(call.arguments)), self._timeout)
+            content = await asyncio.wait_for(tool.call(dict(call.arguments)), self._timeout)
         except InvalidArguments as error:
             return f"error: {error}", False
         except ToolFailed as error:
@@ -153,7 +154,7 @@ class ToolEnvironment:
             return f"error: {error}"[:LONGEST_WHY], True
         except Exception as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
             return f"error: {type(error).__name__}: {error}"[:LONGEST_WHY], True
-        return self._shortened(text), False
+        return with_texts(content, self._shortened), False
 
     def _shortened(self, text: str) -> str:
         return shortened(text, self._result_chars, self._truncation)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.environments.json_schema import fitted_arguments
+from lockstep.environments.message_images import Content, image_part
 from lockstep.errors import Refusal
 from lockstep.functions import Unloadable, get_function, is_registered, local_callable, locate, run_file
 
@@ -73,15 +74,15 @@ class FunctionTool:
             raise InvalidArguments("; ".join(errors))
         return made
 
-    async def call(self, given: Any) -> str:
-        """Calls the function and returns its result as text. A synchronous function runs in a thread, so that it does
-        not stop other conversations."""
+    async def call(self, given: Any) -> Content:
+        """Calls the function and returns its result as the content of a message. A synchronous function runs in a
+        thread, so that it does not stop other conversations."""
         made = self.arguments(given)
         try:
             if _is_async(self.function):
-                return result_text(await self.function(**made))
+                return result_content(await self.function(**made))
             result = await asyncio.to_thread(_without_exit, self.function, made)
-            return result_text(await result if inspect.isawaitable(result) else result)
+            return result_content(await result if inspect.isawaitable(result) else result)
         except (SystemExit, KeyboardInterrupt) as error:  # in a task, they would end the process
             raise ToolExit(f"{type(error).__name__}: {error}") from error
 
@@ -117,6 +118,22 @@ def load_tools(tools: Sequence[str | Callable[..., Any]], key: str = KEY) -> lis
     if twin is not None:
         raise Refusal.at(key, f"two tools have the name {twin}", "rename one of the functions", code="duplicate-name")
     return loaded
+
+
+def result_content(result: Any) -> Content:
+    """Returns the result of a tool as the content of a message: text, or parts if the result is an image or a list with
+    an image."""
+    results = list(result) if isinstance(result, list | tuple) else [result]
+    images = [image_part(one) for one in results]
+    if not any(images):
+        return result_text(result)
+    parts = zip(results, images, strict=True)
+    return [{"type": "text", "text": _part_text(one)} if image is None else image for one, image in parts]
+
+
+def _part_text(part: Any) -> str:
+    is_part = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return str(part["text"]) if is_part else result_text(part)
 
 
 def result_text(result: Any) -> str:

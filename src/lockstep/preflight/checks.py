@@ -268,6 +268,11 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
         PreflightCheck(async_worker, CheckStage.SETTINGS, _asynchronous),
         PreflightCheck(engine_package, CheckStage.SETTINGS, _served),
         PreflightCheck(engine_device, CheckStage.SETTINGS, _served),
+        PreflightCheck(
+            model.served_images,
+            CheckStage.MODEL,
+            lambda context: _served(context) and context.recipe.model.vision is not None,
+        ),
         PreflightCheck(stop_ids, CheckStage.MODEL),
         PreflightCheck(
             trials.rollout_function, CheckStage.ROWS, lambda context: context.recipe.rollout.function is not None

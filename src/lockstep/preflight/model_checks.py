@@ -34,6 +34,7 @@ from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.types import Origin
+from lockstep.vision.families import FAMILIES
 
 
 def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]]) -> list[Problem]:
@@ -209,6 +210,16 @@ def missing_weights(context: Context) -> Iterator[Problem]:
         if key == "model.path" and not problems:
             problems = problems_of(tower_tensors, load_config(path), model_folder(path), f"{key} {path}")
         yield from problems
+
+
+def served_images(context: Context) -> Iterator[Problem]:
+    """Reports a family whose images were not tested with the serving engine."""
+    kind, engine = context.config.model_type, context.recipe.rollout.engine
+    if kind in FAMILIES and not FAMILIES[kind].served:
+        able = ", ".join(sorted(name for name, family in FAMILIES.items() if family.served))
+        why = f"engine {engine} was not tested with images of {kind} models"
+        remedy = f"set rollout.engine=native, or use one of {able}"
+        yield Problem("rollout.engine", why, remedy, code="unsupported-model")
 
 
 def tensor_division(context: Context) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from lockstep.preflight.model_checks import tokenizer_of_model
 from lockstep.preflight.model_sizes import count_parameters
 from lockstep.preflight.prepared import Context, Prepared, PreparedOnline, problems_of, refuse_each_once
 from lockstep.preflight.row_checks import longest_row, repeated_rows, seen_in_training, unreadable_files
-from lockstep.preflight.tower_sizes import image_load
+from lockstep.preflight.tower_sizes import ANY_IMAGES, image_load
 from lockstep.recipe import Recipe
 from lockstep.rollout.collect import encode_questions, prompt_format
 from lockstep.rollout.native.native_engine import kept_cache, prefill_budget
@@ -118,7 +118,8 @@ def _online_memory(context: Context, batches: OnlinePlan) -> MemoryPlan:
     size = DTYPES[recipe.model.dtype].itemsize
     prefill_tokens = prefill_budget(recipe.rollout, device, text_config(config), size)
     total, counted = device.memory().total, count_parameters(recipe, config)
-    images = image_load(context.prompts.items, recipe.model)
+    # The images that an environment returns are not known.
+    images = ANY_IMAGES if recipe.rollout.interactive else image_load(context.prompts.items, recipe.model)
 
     def plan_of(cache_room: int | None) -> MemoryPlan:
         return plan_memory(

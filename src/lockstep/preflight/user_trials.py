@@ -15,6 +15,7 @@ from lockstep.device.base import Device
 from lockstep.environments.agents.agent_setup import try_agent
 from lockstep.environments.setup import try_environment
 from lockstep.errors import Refusal
+from lockstep.model.resolve import image_folder
 from lockstep.model.text_model import text_config
 from lockstep.model.trials import (
     ADVANTAGE_FUNCTION,
@@ -31,6 +32,7 @@ from lockstep.rollout.rollout_function import message_encoder, try_function
 from lockstep.run.console import Console
 from lockstep.run.folder import run_folder
 from lockstep.run.runtime import Runtime
+from lockstep.vision.processors import ImageTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,8 +74,12 @@ def _environment_lines(context: Context) -> list[str]:
     tried = [rollout] if rollout.interactive else []
     validation = rollout.for_validation(val.environment, val.agent)
     tried += [validation] if validation is not None and validation.interactive else []
+    folder = image_folder(context.recipe.model)
+    images = None if folder is None else ImageTokens.of(folder, context.tokenizer)
     trials = [
-        (try_environment if one.agent is None else try_agent)(one, prompt, context.tokenizer, context.limit, seed)
+        try_environment(one, prompt, context.tokenizer, context.limit, seed, images)
+        if one.agent is None
+        else try_agent(one, prompt, context.tokenizer, context.limit, seed)
         for one in tried
     ]
     if rollout.interactive and trials[0].prompt_tokens:

@@ -98,15 +98,12 @@ def _generated_from_images(recipe: Recipe) -> dict[str, tuple[object, str]]:
     """Returns the keys of generation and rewards that do not work with images yet: whether each is used, and why it
     does not work."""
     rollout, val = recipe.rollout, recipe.val
-    text = "conversations have no images"
+    text = "the requests of an agent have no images"
     unread = f"engine {rollout.engine} does not read images"
     return {
         "rollout.engine": (not ENGINES[rollout.engine].images, unread),
-        "rollout.environment": (rollout.environment, text),
         "rollout.agent": (rollout.agent, text),
-        "val.environment": (val.environment, text),
         "val.agent": (val.agent, text),
-        "rollout.max_staleness": (rollout.max_staleness is not None, "the generating process loads no vision tower"),
         "rollout.precision": (rollout.precision, "low precision was never tested with image features"),
         "rollout.kv_cache": (rollout.kv_cache, "low precision was never tested with image features"),
         "reward.model": (recipe.reward.model, "a reward model does not see the images"),

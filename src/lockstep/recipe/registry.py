@@ -182,6 +182,7 @@ ENGINES: dict[str, EngineRow] = {
     "vllm": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
         server_adapter="lockstep.rollout.servers.vllm:Vllm",
+        images=True,
         precisions=("fp8",),
         routes=True,
         scored={"mask": ("top_p", "top_k", "min_p")},

@@ -53,7 +53,7 @@ def overlap_reason(field: str) -> str:
 def with_trajectory(question: Question, trajectory: Trajectory) -> Question:
     """Returns the question for reward functions: `messages`, `state` and `info` of the trajectory are in `extra_info`,
     and in the columns if a reward reads columns (TRL's signature). With tools that report rewards, `extra_info` also
-    has `tool_rewards`, `turn_scores` and `num_turns`, as in verl."""
+    has `tool_rewards`, `turn_scores` and `num_turns`, as in verl. Its images are those of the conversation."""
     seen: dict[str, Any] = {
         "messages": [dict(message) for message in trajectory.messages],
         "state": dict(trajectory.state),
@@ -63,7 +63,9 @@ def with_trajectory(question: Question, trajectory: Trajectory) -> Question:
         rewards = trajectory.info["tool_rewards"]
         seen |= {"tool_rewards": rewards, "turn_scores": [], "num_turns": 2 * len(trajectory.turns)}
     columns = {**question.columns, **seen} if question.columns else question.columns
-    return replace(question, extra_info={**question.extra_info, **seen}, columns=columns)
+    # The last row of a trajectory has all images of the conversation.
+    images = tuple(image.ref for image in trajectory.images[-1]) if trajectory.images else question.images
+    return replace(question, extra_info={**question.extra_info, **seen}, columns=columns, images=images)
 
 
 def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:

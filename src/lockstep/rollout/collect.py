@@ -304,7 +304,11 @@ def _text(completion: Completion, decode: Callable[[list[int]], str]) -> str:
 
 def _prompt(prompt: Prompt, completion: Completion) -> Prompt:
     """Returns the prompt of a response, which an environment may have written."""
-    return prompt if completion.prompt_ids is None else replace(prompt, ids=completion.prompt_ids)
+    if completion.prompt_ids is None:
+        return prompt
+    of_rows = () if completion.trajectory is None else completion.trajectory.images
+    images = tuple(one for one in of_rows[0] if one.stop <= len(completion.prompt_ids)) if of_rows else ()
+    return replace(prompt, ids=completion.prompt_ids, images=images)
 
 
 def _sample(prompts: Sequence[Prompt], index: int, sample: int) -> str:

@@ -21,6 +21,7 @@ from lockstep.environments.setup import TrajectoryEngineSetup, open_environments
 from lockstep.kernels.sampling import turn_key
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
+from lockstep.model.resolve import model_folder
 from lockstep.parallel.sharding import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -33,6 +34,7 @@ from lockstep.rollout.rollout_function import FunctionEngine, message_encoder
 from lockstep.run.metrics import PhaseTimer
 from lockstep.trajectory import TurnRecord
 from lockstep.types import Completion, Prompt, Request, Rollout, Sampling
+from lockstep.vision.processors import ImageTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +74,7 @@ class Generator:
         with self._closed_on_refusal(), self.whole_weights():
             self.engine.sync(self.policy.stored.named_parameters())
             check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
-        self._logs, self._prompt_limit = logs, prompt_limit
+        self._logs, self._prompt_limit, self._path = logs, prompt_limit, path
         with self._closed_on_refusal():
             self.responder: Engine = self._responder(settings)
             """The engine, or an engine that has conversations: with the user's rollout function or an environment."""
@@ -95,11 +97,19 @@ class Generator:
             self._vocabulary,
             self._prompt_limit,
             None if self._logs is None else self._logs / f"environment-{self.world.rank}",
+            self._images,
         )
         environments = open_engine(setup)
         environments.progress = self.world.progress
         self._environments.append(environments)
         return environments
+
+    @property
+    def _images(self) -> ImageTokens | None:
+        """Writes the images of messages into tokens; None if the model reads no images."""
+        if self.policy.decoder.images is None:
+            return None
+        return ImageTokens.of(model_folder(self._path), self.tokenizer)
 
     @property
     def _vocabulary(self) -> int:

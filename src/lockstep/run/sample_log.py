@@ -37,10 +37,8 @@ def sample_line(
     if rollout.versions:
         line["versions"] = list(rollout.versions)
     line |= {"prompt_tokens": len(rollout.prompt.ids), "tokens": len(rollout.ids), "stop": rollout.stop}
-    if rollout.prompt.images:
-        line["images"] = [
-            {"file": image_file(one.ref), "start": one.start, "tokens": one.tokens} for one in rollout.prompt.images
-        ]
+    if images := rollout.sequences[-1].images:
+        line["images"] = [{"file": image_file(one.ref), "start": one.start, "tokens": one.tokens} for one in images]
     if rollout.trajectory is not None:
         line |= conversation(rollout.trajectory)
     return line if details is None else line | {"token_details": details}
@@ -52,13 +50,13 @@ def image_file(ref: ImageRef) -> str:
 
 
 def store_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
-    """Writes the images of the prompts to `folder` as PNG files, each once."""
-    for question in {id(one.prompt.question): one.prompt.question for one in rollouts}.values():
-        for ref in question.images:
-            if not (path := folder / image_file(ref)).is_file():
+    """Writes the images of the responses to `folder` as PNG files, each once."""
+    for rollout in rollouts:
+        for image in rollout.sequences[-1].images:
+            if not (path := folder / image_file(image.ref)).is_file():
                 folder.mkdir(exist_ok=True)
                 with written_aside(path) as aside:
-                    aside.write_bytes(preview_png(ref, question.origin))
+                    aside.write_bytes(preview_png(image.ref, rollout.prompt.question.origin))
 
 
 def conversation(trajectory: Trajectory) -> dict[str, Any]:

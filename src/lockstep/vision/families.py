@@ -49,6 +49,8 @@ class Family:
     `windows` (layers with a sliding window), or none. The placeholder tokens are then contiguous."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the image processor, which the processor of transformers sets by default."""
+    served: bool = False
+    """Whether vLLM was tested with images of this family: it writes the same tokens for the placeholder of an image."""
 
     @property
     def placeholder(self) -> str:
@@ -214,7 +216,8 @@ _INTERN = Family(
 
 # The families by `model_type`.
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), replace(_QWEN, served=True)),
     "gemma3": _GEMMA,
     "gemma4": _GEMMA4,
     "llava": _LLAVA,

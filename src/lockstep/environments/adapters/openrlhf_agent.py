@@ -108,7 +108,7 @@ class OpenrlhfAgent:
         found = await _awaited(self._agent.step(states))
         feedback, done = _entry(found, "environment_feedback", "step"), bool(_entry(found, "done", "step"))
         if found.get("environment_images"):
-            raise ValueError("step returned environment_images, and lockstep trains on text only")
+            raise ValueError("step returned environment_images, and lockstep reads no images of an OpenRLHF agent")
         reward = _number(_entry(found, "rewards", "step"), "rewards")
         self._total += reward
         self._scores = _number(found.get("scores", self._total), "scores")

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from lockstep.environments.environment import Start
+from lockstep.environments.message_images import Content, with_text
 from lockstep.environments.tool_environment import ToolEnvironment
 from lockstep.environments.tools import FunctionTool
 from lockstep.errors import Refusal
@@ -59,12 +60,12 @@ class TrlEnvironment(ToolEnvironment):
             return start
         if not isinstance(text, str):
             why = f"reset returned a {type(text).__name__}"
-            remedy = "return a text or None; lockstep trains on text only"
+            remedy = "return a text or None"
             raise Refusal.at(ENVIRONMENT, why, remedy, code="wrong-type")
         *before, last = start.messages
-        return Start([*before, {**last, "content": last["content"] + text}], start.tools)
+        return Start([*before, {**last, "content": with_text(last["content"], text)}], start.tools)
 
-    async def _results(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
+    async def _results(self, calls: Sequence[ToolCall]) -> list[tuple[Content, bool]]:
         return [await self._result(call) for call in self._allowed(calls)]
 
     async def _reward(self, trajectory: Any) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.environments.adapters.verl_stand_in import install_verl
+from lockstep.environments.message_images import image_part
 from lockstep.environments.return_values import shown
 from lockstep.environments.tool_environment import ReportCall
 from lockstep.environments.tools import FunctionTool
@@ -70,16 +71,20 @@ class VerlSession:
     async def close(self) -> None:
         """Ends the session. Every call has released its instance."""
 
-    async def _call(self, tool: Any, /, **parameters: Any) -> str:
+    async def _call(self, tool: Any, /, **parameters: Any) -> str | list[Any]:
         try:
             response, reward, metrics = await self._executed(tool, parameters)
         except Exception:
             self._count(0.0, {})  # as in verl, a call that fails has the reward 0
             raise
         self._count(reward, metrics)
-        if getattr(response, "image", None) or getattr(response, "video", None):
-            raise ValueError(f"the tool {tool.name} returned an image or a video, and lockstep trains on text only")
-        return str(getattr(response, "text", response) or "")
+        if getattr(response, "video", None):
+            raise ValueError(f"the tool {tool.name} returned a video, and lockstep trains on text and images only")
+        text = str(getattr(response, "text", response) or "")
+        images = [image_part({"type": "image", "image": image}) for image in getattr(response, "image", None) or ()]
+        if None in images:
+            raise ValueError(f"the tool {tool.name} returned an image that is not a PIL image, bytes or a data URI")
+        return [*images, *([text] if text else [])] if images else text
 
     def _count(self, reward: Any, metrics: Any) -> None:
         if reward is not None:

@@ -149,7 +149,7 @@ class AgentRows:
         """Adds the messages of a request. Returns the row in which its turn will be sampled."""
         if place.row is not None:
             assert place.suffix is not None
-            place.row.conversation.extend(place.suffix, place.new)
+            place.row.conversation.extend(place.suffix)
             place.row.keys = list(place.keys)
             return place.row
         conversation = place.conversation

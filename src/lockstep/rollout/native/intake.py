@@ -24,17 +24,18 @@ class Intake:
         """
         prefixes: list[SharedPrompt] = []
         sequences: list[SequenceState] = []
-        numbers: dict[tuple[int, ...], int] = {}
+        numbers: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
         for request in requests:
-            prompt = tuple(request.ids)
-            if not prompt:
+            if not request.ids:
                 raise ValueError(f"request {self.asked} has no prompt tokens")
-            if request.images and (request.session is not None or request.images[-1].stop >= len(prompt)):
-                raise ValueError(f"request {self.asked}: no session has images, and no prompt ends with an image")
+            if request.images and request.images[-1].stop >= len(request.ids):
+                raise ValueError(f"request {self.asked}: the prompt ends with an image")
+            # Different images may have the same tokens.
+            prompt = (tuple(request.ids), tuple(image.ref.digest for image in request.images))
             number = numbers.get(prompt) if request.session is not None else None
             if number is None:
                 number = first + len(prefixes)
-                prefixes.append(SharedPrompt(list(prompt[:-1]), images=request.images))
+                prefixes.append(SharedPrompt(list(request.ids[:-1]), images=request.images))
                 if request.session is not None:
                     numbers[prompt] = number
             sequences += self._samples(request, number)

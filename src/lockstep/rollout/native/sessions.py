@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from lockstep.rollout.native.cached_spans import BlockPool, CachedSpan, SequenceState, StatePool
+from lockstep.vision.spans import same_images_up_to
 
 
 class ParkedSessions:
@@ -25,7 +26,11 @@ class ParkedSessions:
         held = -(-sequence.cached // self.block)
         self.pool.drop(sequence.blocks[held:])
         self.spans[sequence.session] = CachedSpan(
-            sequence.tokens[: sequence.cached], sequence.blocks[:held], sequence.cached, sequence.slot
+            sequence.tokens[: sequence.cached],
+            sequence.blocks[:held],
+            sequence.cached,
+            sequence.slot,
+            images=sequence.images,
         )
         sequence.blocks, sequence.cached, sequence.slot = [], 0, 0
 
@@ -36,11 +41,11 @@ class ParkedSessions:
         if span is None:
             return False
         # The last token of a sequence is the input of its next pass, so it must not be cached.
-        same = _common(span.tokens, sequence.tokens[:-1])
+        same = same_images_up_to(span.images, sequence.images, _common(span.tokens, sequence.tokens[:-1]))
         if same < span.cached:
             # The states of recurrent layers cannot go back. Keys and values can, to the end of a full block: an
             # earlier position may lie in a block that other sequences read.
-            same = 0 if self.states.used else same // self.block * self.block
+            same = 0 if self.states.used else self._block_end(sequence, same)
             self.pool.drop(span.blocks[same // self.block :])
             span.tokens, span.blocks, span.cached = span.tokens[:same], span.blocks[: same // self.block], same
         assert sequence.session is not None
@@ -50,6 +55,13 @@ class ParkedSessions:
         # The sequence starts soon, so its session is evicted last.
         self.spans[sequence.session] = self.spans.pop(sequence.session)
         return True
+
+    def _block_end(self, sequence: SequenceState, same: int) -> int:
+        """Returns the end of the last full block among the first `same` tokens that divides no image whose tokens
+        attend to each other in both directions."""
+        end = same // self.block * self.block
+        divided = [image.start for image in sequence.images if image.both_ways and image.start < end < image.stop]
+        return self._block_end(sequence, divided[0]) if divided else end
 
     def cached(self, sequence: SequenceState) -> int:
         """Returns how many tokens of the sequence are parked."""

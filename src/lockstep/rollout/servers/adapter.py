@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from lockstep.types import Sampling
+from lockstep.vision.spans import ImageSpan
 
 Ended = Literal["token", "string", "length", "aborted"]
 MemoryPart = Literal["weights", "cache"]
@@ -53,6 +54,19 @@ class WantedSample:
     adapter: str | None = None
     session: int | None = None
     """The trajectory of this turn. All turns go to the same server, whose prefix cache has the turns before."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of `ids`, which have their placeholder tokens."""
+    row: str = ""
+    """The data row of the prompt, for messages."""
+
+    @property
+    def unexpanded_ids(self) -> list[int]:
+        """The ids with one placeholder token per image, from which a server writes the placeholder tokens itself."""
+        made, done = list[int](), 0
+        for image in self.images:
+            made += [*self.ids[done : image.start], self.ids[int(image.places()[0])]]
+            done = image.stop
+        return [*made, *self.ids[done:]]
 
 
 @dataclass(frozen=True)
@@ -76,12 +90,21 @@ def prompt_digest(ids: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
-def refuse_other_prompt(wanted: WantedSample, answered: object) -> None:
+def refuse_other_prompt(wanted: WantedSample, answered: object, ids: Sequence[int] | None = None) -> None:
     """Raises `ServerFailed` if `answered`, the prompt digest in the server's answer, is not the digest of the requested
-    prompt."""
+    prompt. `ids` are the token ids that the server made of a prompt with images."""
     digest = prompt_digest(wanted.ids)
-    if answered != digest:
+    if answered == digest:
+        return
+    if not wanted.images or ids is None:
         raise ServerFailed(f"the answer belongs to another prompt: its digest is {answered}, not {digest}")
+    place = next((at for at, (own, other) in enumerate(zip(wanted.ids, ids, strict=False)) if own != other), None)
+    place = min(len(wanted.ids), len(ids)) if place is None else place
+    raise ServerFailed(
+        f"the prompt of {wanted.row or 'a request'} with {len(wanted.images)} images has {len(wanted.ids)} tokens, but "
+        f"{len(ids)} in the server, and they differ from token {place} on: use the same model folder with the same "
+        "preprocessor_config.json"
+    )
 
 
 def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Answer:
@@ -171,6 +194,8 @@ class ServerNeeds:
     """The value of `rollout.precision`: the server quantises the weights of every push."""
     routes: bool = False
     """Whether answers must have the experts of each token (`algorithm.routing_replay: rollout`)."""
+    images: bool = False
+    """Whether prompts have images."""
 
 
 @dataclass(frozen=True)

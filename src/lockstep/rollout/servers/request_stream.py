@@ -52,9 +52,12 @@ class RequestStream:
         first = len(self.sent)
         for request in requests:
             limits = request.limits(self._sampling)
+            row = "" if request.question is None else str(request.question.origin)
             for sample in range(request.first, request.first + request.n):
                 seed = _seed(self._sampling.seed, request.key, sample)
-                wanted = WantedSample(request.ids, limits, limits.max_tokens, seed, self._adapter, request.session)
+                wanted = WantedSample(
+                    request.ids, limits, limits.max_tokens, seed, self._adapter, request.session, request.images, row
+                )
                 self.sent.append((self._asked, sample, wanted))
             self._asked += 1
         return [wanted for _, _, wanted in self.sent[first:]]

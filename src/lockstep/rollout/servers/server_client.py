@@ -95,13 +95,16 @@ class RequestBatcher:
 
 
 def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Builds one request body that contains each prompt once. In this body, `token_ids` of a sample is the index of its
-    prompt."""
+    """Builds one request body that contains each prompt and each image once. In this body, `token_ids` of a sample is
+    the index of its prompt, and `image_order` has the keys of its images in `images`."""
     numbers: dict[tuple[int, ...], int] = {}
-    indexed = [
-        {**sample, "token_ids": numbers.setdefault(tuple(sample["token_ids"]), len(numbers))} for sample in samples
-    ]
-    return {"prompts": list(numbers), "samples": indexed}
+    images: dict[str, str] = {}
+    indexed = []
+    for sample in samples:
+        rest = {key: value for key, value in sample.items() if key != "images"}
+        images |= sample.get("images", {})
+        indexed.append({**rest, "token_ids": numbers.setdefault(tuple(sample["token_ids"]), len(numbers))})
+    return {"prompts": list(numbers), "samples": indexed, **({"images": images} if images else {})}
 
 
 class _AnswerLines:

@@ -36,6 +36,8 @@ class ServerEngine:
     Only one thread may call the methods of this engine."""
 
     instead = "use rollout.engine=native, which generates with the trained modules"
+    expands_images = True
+    """The servers write the placeholder tokens of images themselves."""
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class ServerManager:
             settings.interactive,
             settings.precision,
             routes=routing is not None and routing.from_engine,
+            images=policy.decoder.images is not None,
         )
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from lockstep.rollout.servers.adapter import (
     refuse_other_prompt,
 )
 from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.vision.images import image_bytes
+from lockstep.vision.spans import ImageRef
 
 PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"
@@ -140,8 +143,11 @@ class Vllm:
         }
         if sampling.stop_strings:
             params["stop"] = list(sampling.stop_strings)
-        model = wanted.adapter or MODEL
-        return SAMPLES, {"model": model, "token_ids": list(wanted.ids), "sampling_params": params}
+        body = {"model": wanted.adapter or MODEL, "token_ids": wanted.unexpanded_ids, "sampling_params": params}
+        if wanted.images:
+            body["images"] = {image.ref.digest: _base64(image.ref) for image in wanted.images}
+            body["image_order"] = [image.ref.digest for image in wanted.images]
+        return SAMPLES, body
 
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
         try:
@@ -151,11 +157,12 @@ class Vllm:
             versions = [str(each) for each in answered["versions"] or ()]
             prompt, cached = answered["prompt"], int(answered.get("cached") or 0)
             routes = _routes(answered) if wanted.sampling.routes else None
+            prompt_ids = answered.get("prompt_ids")
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"malformed answer: {error!r}") from error
         if len(ids) != len(logprobs):
             raise ServerFailed(f"an answer has {len(ids)} tokens but {len(logprobs)} log-probs; expected equal numbers")
-        refuse_other_prompt(wanted, prompt)
+        refuse_other_prompt(wanted, prompt, prompt_ids)
         # All tokens of a response come from the same weights, because a push of new weights aborts running responses.
         version = " and ".join(dict.fromkeys(versions)) or None
         return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version, cached, routes)
@@ -188,6 +195,9 @@ class Vllm:
         answer = client.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
+        with _unless_unknown():
+            # Features of images, which the previous tower computed.
+            client.post("/reset_encoder_cache", seconds=SWITCH_SECONDS)
 
     def version(self, client: Channel) -> str:
         """Returns the weight version that the workers report. If the engine, whose version is part of every answer,
@@ -252,6 +262,10 @@ class Vllm:
                 raise
             raise ServerFailed(f"{error}; the server was not started with lockstep's plug-ins") from error
         wrong = []
+        if needs.images and not info.get("images"):
+            wrong.append("the server reads no images: start it with the folder of the vision-language model")
+        if needs.images and not _resets_features(client):
+            wrong.append("the server cannot reset the features of images after an update: use a newer vLLM")
         if info["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"--logprobs-mode is {info['logprobs_mode']}: set processed_logprobs")
         expected = None if needs.precision is None else QUANTIZATION[needs.precision]
@@ -288,6 +302,21 @@ def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wante
     if reason == "stop" and ids and ids[-1] in wanted.sampling.stop_ids:
         return "token"
     raise ServerFailed(f"a response ended for an unexpected reason: {reason} ({stop})")
+
+
+@lru_cache(maxsize=256)
+def _base64(ref: ImageRef) -> str:
+    return base64.b64encode(image_bytes(ref, "an image of a prompt")).decode()
+
+
+def _resets_features(client: Channel) -> bool:
+    try:
+        client.post("/reset_encoder_cache", seconds=SWITCH_SECONDS)
+    except ServerFailed as error:
+        if error.status != _NOT_FOUND:
+            raise
+        return False
+    return True
 
 
 @contextmanager

@@ -203,7 +203,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 @torch.no_grad()
 def probe(policy: Policy, device: torch.device) -> torch.Tensor:
-    """Returns the policy's log-probs of fixed token ids."""
+    """Returns the policy's log-probs of fixed token ids, and the normalised features of a fixed image if the policy has
+    a vision tower."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     length = min(LENGTH, fixed_length(text_config(policy.causal_lm.config)) or LENGTH)
     rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(length)] for row in range(ROWS)]
@@ -211,7 +212,12 @@ def probe(policy: Policy, device: torch.device) -> torch.Tensor:
     scoring, policy.scoring = policy.scoring, Scoring()
     try:
         with evaluating(policy):
-            return policy(to_device(micro_batch(examples, packed=True, pad_id=0), device)).logprobs_K.float().cpu()
+            found = policy(to_device(micro_batch(examples, packed=True, pad_id=0), device)).logprobs_K.float().cpu()
+            images = policy.decoder.images
+            if images is None:
+                return found
+            features = images.features([], device).float().flatten().cpu()
+            return torch.cat([found, torch.nn.functional.normalize(features, dim=0)])
     finally:
         policy.scoring = scoring
 

@@ -19,6 +19,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import io
 import json
 import os
 import uuid
@@ -39,9 +40,10 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 class SampleRoute:
     """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
-    where `token_ids` is the index of a prompt. The response has one line of JSON per sample (`{number, answer}` or
-    `{number, status, error}`), in the order in which the samples finish. A GET request succeeds, which shows that the
-    server has this route.
+    where `token_ids` is the index of a prompt. A prompt with images has one placeholder token per image; `images` of
+    the request has the image files as base64 text, and `image_order` of a sample has the keys of its images. The
+    response has one line of JSON per sample (`{number, answer}` or `{number, status, error}`), in the order in which
+    the samples finish. A GET request succeeds, which shows that the server has this route.
 
     Every request except GET and HEAD of /health needs the key in the server's environment variable
     LOCKSTEP_SERVER_KEY."""
@@ -83,7 +85,11 @@ async def _samples(state: Any, receive: Receive, send: Send) -> None:
     try:
         body = json.loads(await _body(receive))
         wanted = [{**sample, "token_ids": body["prompts"][sample["token_ids"]]} for sample in body["samples"]]
-    except (ValueError, LookupError, TypeError) as error:
+        if body.get("images"):
+            images = await asyncio.to_thread(_opened, body["images"])
+            for sample in wanted:
+                sample["images"] = {key: images[key] for key in sample.get("image_order", ())}
+    except (ValueError, LookupError, TypeError, OSError) as error:
         await _answer(send, {"error": f"malformed request: {error!r}"}, status=400)
         return
     # None in the queue means that the client has disconnected.
@@ -125,10 +131,26 @@ async def _sample(
     finished.put_nowait({"number": number, **outcome})
 
 
+def _opened(images: dict[str, str]) -> dict[str, Any]:
+    """Returns PIL images, rotated as their EXIF data says, as the run reads them."""
+    from PIL import Image, ImageOps
+
+    found = {}
+    for key, text in images.items():
+        with Image.open(io.BytesIO(base64.b64decode(text, validate=True))) as image:
+            found[key] = ImageOps.exif_transpose(image).convert("RGB")
+    return found
+
+
 async def _generated(
-    state: Any, name: str, model: str, token_ids: list[int], sampling_params: dict[str, Any]
+    state: Any,
+    name: str,
+    model: str,
+    token_ids: list[int],
+    sampling_params: dict[str, Any],
+    image_order: list[str] | None = None,
+    images: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     # vLLM shall return one final output with flat log-probs, and shall not copy the sampling parameters.
@@ -140,7 +162,8 @@ async def _generated(
         name = f"text-{name}"
     final = None
     adapter = _adapter(state.openai_serving_models, model)
-    async for output in state.engine_client.generate(tokens_input(token_ids), params, name, lora_request=adapter):
+    prompt = await _prompt(state.engine_client, token_ids, [(images or {})[key] for key in image_order or ()])
+    async for output in state.engine_client.generate(prompt, params, name, lora_request=adapter):
         final = output
     if final is None:
         raise RuntimeError("the engine returned no output for a sample")
@@ -152,6 +175,8 @@ async def _generated(
         "stop_reason": made.stop_reason,
         # The run compares this digest with the digest of the prompt that it requested.
         "prompt": prompt_digest(final.prompt_token_ids),
+        # The tokens that vLLM made of a prompt with images, so that the run can name the first difference.
+        "prompt_ids": list(final.prompt_token_ids) if image_order else None,
         "cached": getattr(final, "num_cached_tokens", None),
         # Newer versions of vLLM report the weight version of each token.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
@@ -164,6 +189,20 @@ def _routes(routes: Any) -> dict[str, Any]:
     if routes is None:
         return {}
     return {"routes": base64.b64encode(routes.astype("<i2").tobytes()).decode(), "route_shape": list(routes.shape)}
+
+
+async def _prompt(client: Any, token_ids: list[int], images: list[Any]) -> Any:
+    """Returns the input of the engine. Newer versions of vLLM process images in threads, before the request."""
+    from vllm.inputs import tokens_input
+
+    if not images:
+        return tokens_input(token_ids)
+    prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}}
+    renderer: Any = getattr(client, "renderer", None)
+    if not hasattr(renderer, "render_cmpl_async"):
+        return prompt
+    (rendered,) = await renderer.render_cmpl_async([prompt])
+    return rendered
 
 
 def prompt_digest(ids: list[int]) -> str:

@@ -61,6 +61,7 @@ class WeightExtension:
             "sleep": config.enable_sleep_mode,
             "lora_rank": None if adapters is None else adapters.max_lora_rank,
             "routes": _returns_routes(self.vllm_config),  # type: ignore[attr-defined]
+            "images": bool(getattr(config, "is_multimodal_model", False)),
         }
 
     @_returns_errors
