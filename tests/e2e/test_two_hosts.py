@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -20,10 +21,11 @@ from two_hosts import Host, two_hosts, why_none
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 Hosts = tuple[Host, Host]
+SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "torchrun.sh"
 STEPS = 40
 SFT = [
     *("checkpoint.every=8", "checkpoint.asynchronous=false", "run.export=false", f"run.steps={STEPS}"),
-    *("optim.eps=1e-4", "optim.schedule=constant", "parallel.stall_seconds=15"),
+    *("optim.eps=1e-4", "optim.schedule=constant", "parallel.stall_seconds=60"),
 ]
 STALLED = 75
 
@@ -35,16 +37,15 @@ def hosts() -> Iterator[Hosts]:
 
 
 def begin(hosts: Hosts, stack: ExitStack, folder: Path, *words: object) -> list[subprocess.Popen[bytes]]:
-    """One torchrun a host, each with one rank; their output in `node_0.log` and `node_1.log`."""
+    """The script of examples/cluster on each host, with one rank; its output in `node_0.log` and `node_1.log`."""
     folder.mkdir(exist_ok=True)
-    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "two", "--rdzv-backend", "c10d"]
-    meeting += ["--rdzv-endpoint", f"{hosts[0].address}:29500"]
-    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "-m", "lockstep", "train", *words]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {"HEAD": hosts[0].address, "DEVICES": "1", "MAX_RESTARTS": "0", "PATH": path}
     nodes = []
     for number, host in enumerate(hosts):
-        # The first host holds the rendezvous; torchrun finds that out by itself only where it can resolve its address.
-        own = ["--rdzv-conf", f"is_host={'false' if number else 'true'}"]
-        node = host.start([*command[:3], *own, *command[3:], f"run.folder={folder}"], folder / f"node_{number}.log")
+        logs = {"LOGS": str(folder / f"logs_{number}")}
+        command = [SCRIPT, *words, f"run.folder={folder}"]
+        node = host.start(command, folder / f"node_{number}.log", **environment, **logs)
         stack.callback(lambda node=node: (node.kill(), node.wait()))
         nodes.append(node)
     return nodes
@@ -188,6 +189,7 @@ def test_grpo_with_an_engine_on_the_other_host_survives_a_cut_cable(
         statuses, told = end([train(stack, whole, "rollout.weight_sync=collective")], whole)
         assert statuses == [0], told
 
+    (tmp_path / "weights").mkdir()
     files = ["rollout.weight_sync=files", f"rollout.server.folder={tmp_path / 'weights'}"]
     with ExitStack() as stack:
         serve(far, stack, runs, tiny_folder)
@@ -227,7 +229,7 @@ def test_asynchronous_grpo_over_two_hosts_survives_a_cut_cable(hosts: Hosts, tmp
     run; with staleness, a short cut leaves a complete run."""
     recipe = write_online_recipe(tmp_path, tiny_folder)
     words = [recipe, "checkpoint.every=2", "checkpoint.asynchronous=false", "run.export=false", "log.samples=99"]
-    words += ["parallel.stall_seconds=15", "run.steps=12"]
+    words += ["parallel.stall_seconds=60", "run.steps=12"]
     exact = [*words, "rollout.max_staleness=0"]
     whole, runs, stale = tmp_path / "whole", tmp_path / "cut", tmp_path / "stale"
     with ExitStack() as stack:
