@@ -145,9 +145,11 @@ def held(verb, counts, moment):
 
     setattr(sglang_server.Engine, verb, call)
 
-# The weight check also generates, with fewer tokens.
+# The first sample of the third step; the weight check also generates, with fewer tokens.
 held("generate", lambda body: body["sampling_params"]["max_new_tokens"] == limit, 2 * 12 + 1)
-held("update_weights_from_disk", lambda body: True, 5)
+# The push of the fourth step: there are two at the start, one before each later step, and one to the server that is
+# back.
+held("update_weights_from_disk", lambda body: True, 6)
 sglang_server.main(sys.argv[3:])
 """
 TOKENS, KEY = 23, "key-of-the-test"
