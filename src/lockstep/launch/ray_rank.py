@@ -142,6 +142,7 @@ class RankProcess:
         """Returns the rank's output since the last call. If there is no new output, waits up to `seconds` for
         output."""
         assert self._process is not None
+        self._log.write(b"")  # a rank without output has a file too
         given_up, status = time.monotonic() + seconds, self._process.poll()
         while self._lines.empty() and status is None and time.monotonic() < given_up:
             with suppress(subprocess.TimeoutExpired):
