@@ -177,8 +177,8 @@ def test_grpo_with_an_engine_on_the_other_host_survives_a_cut_cable(
     hosts: Hosts, tmp_path: Path, tiny_folder: Path
 ) -> None:
     """Cut while the engine generates: its requests are repeated when it is back. Cut during a push, for longer than the
-    run waits for a server: the run ends with the server's address, and the same command goes on. The samples and weights are those of an undisturbed run, which
-    pushes its weights by a collective over the cable."""
+    run waits for a server: the run ends with the server's address, and the same command goes on. The samples and
+    weights are those of an undisturbed run, which pushes its weights by a collective over the cable."""
     recipe = write_online_recipe(tmp_path, tiny_folder)
     near, far = hosts
     url = f"http://{far.address}:30000"
