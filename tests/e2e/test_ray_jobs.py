@@ -26,6 +26,7 @@ pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` install
 pytest.importorskip("aiohttp_cors", reason="jobs need ray[default]; `make test-ray` installs it")
 pytestmark = [pytest.mark.ray, pytest.mark.torchrun]
 RAY = Path(sys.executable).parent / "ray"
+SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "ray-job.sh"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,18 @@ def test_a_job_from_an_empty_folder_trains_what_one_process_does(jobs: str, tmp_
     copied = ["--working-dir", tmp_path / "job", "--", *command]
     done = submitted(jobs, tmp_path / "empty", *copied, "run.name=copied", *two)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("absolute", "copied"):
+    # By the script of examples/cluster.
+    given = {
+        **os.environ,
+        "RAY_ADDRESS": jobs,
+        "RAY_AUTH_MODE": "token",
+        "DEVICES": "2",
+        "FOLDER": str(tmp_path / "job"),
+    }
+    words = [SCRIPT, *command[2:], "run.name=script", *two]
+    done = subprocess.run(words, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("absolute", "copied", "script"):
         assert difference(tmp_path / "runs" / name, tmp_path / "runs" / "one", 3) == "", name
     assert_none_left(tmp_path / "runs")
     # A status that is not 0 is the job's too.

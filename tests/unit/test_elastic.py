@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.launch.ray_launcher import fitting_devices, layout_of, refuse_rigid
+from lockstep.launch.ray_placement import fitting_devices, layout_of, refuse_rigid
 from lockstep.parallel.sharding import grid_of
 from lockstep.recipe.keys_parallel import Parallel
 

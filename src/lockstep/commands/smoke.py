@@ -157,7 +157,7 @@ class Smoke:
         run = self.values["run"]
         run.update(name="smoke", folder=str(self.folder / "runs"), steps=STEPS, epochs=None, resume="auto", export=True)
         self.values["checkpoint"].update(every=1)
-        self.values["log"].update(track=[], every=1)
+        self.values["log"].update(track=[], prometheus=None, every=1)
         self._tape()
         for section, key, value in UNUSED:
             if key in self.values[section]:

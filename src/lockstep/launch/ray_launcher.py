@@ -15,71 +15,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.device.select import DEVICES, select
-from lockstep.errors import Refusal, first_line, missing_extra
+from lockstep.errors import Problem, Refusal, first_line, missing_extra
+from lockstep.launch.ray_placement import Placement, cpus_per_rank, refuse_rigid, starts_server
 from lockstep.launch.ray_rank import RankOutput, RankPlace, RankProcess
 from lockstep.launch.restarts import worst
 from lockstep.masking import variables
-from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, log_wait, say
-from lockstep.parallel.sharding import grid_of, refuse_offload
-from lockstep.parallel.world import refuse_ranks
-from lockstep.recipe.keys_parallel import Parallel
+from lockstep.parallel.rendezvous import log_wait, say
 
 if TYPE_CHECKING:
     from lockstep.recipe import Recipe
-
-
-# `parallel.elastic`: selects the number of devices with which a run continues after devices were lost.
-
-
-def fitting_devices(settings: Parallel, available: int) -> int:
-    """Returns the largest number of devices with which the parallel layout works. The result is at most the number of
-    available devices and the number of devices in the recipe. Returns 0 if there are too few devices."""
-    most = min(settings.devices or 1, available)
-    return next((devices for devices in range(most, 0, -1) if _fits(settings, devices)), 0)
-
-
-def _fits(settings: Parallel, devices: int) -> bool:
-    try:
-        grid_of(settings, devices)
-        refuse_ranks(settings.group, devices)  # context- and tensor-parallel groups must be complete
-        refuse_offload(settings, devices)
-    except Refusal:
-        return False
-    return True
-
-
-def layout_of(settings: Parallel) -> str:
-    """Returns as text the recipe keys (and their values) that constrain the number of devices."""
-    constraints = {
-        "shard": settings.shard is not None,
-        "replicate": settings.replicate is not None,
-        "tensor_parallel": settings.tensor_parallel > 1,
-        "expert_parallel": settings.expert_parallel > 1,
-        "context_parallel": settings.context_parallel > 1,
-        "offload": settings.offload in ("params", "all"),
-        "offload_critic": settings.offload_critic in ("params", "all"),
-    }
-    return " and ".join(f"parallel.{key}={getattr(settings, key)}" for key, is_set in constraints.items() if is_set)
-
-
-def refuse_rigid(settings: Parallel) -> None:
-    """Raises `Refusal` if `parallel.elastic` is set, but the parallel layout cannot use fewer devices than the recipe
-    requests."""
-    requested = settings.devices or 1
-    if not settings.elastic or requested == 1 or fitting_devices(settings, requested - 1):
-        return
-    both = settings.shard is not None and settings.replicate is not None
-    way = (
-        "remove parallel.shard or parallel.replicate, so that the removed value is derived from the remaining key"
-        if both
-        else "use more devices"
-    )
-    raise Refusal.at(
-        "parallel.elastic",
-        f"{layout_of(settings)} cannot use fewer than {requested} devices",
-        f"{way}, or remove parallel.elastic, so that a restart waits until lost devices are back",
-        code="wrong-process-count",
-    )
 
 
 # The ranks run on an existing Ray cluster, or on one that is started for the run. A placement group has one bundle per
@@ -98,10 +42,6 @@ _KILLED = 128 + signal.SIGKILL
 _BEAT_SECONDS = 1.0
 # After the first failure of a rank, the driver waits this long for the reports of the other ranks.
 _GRACE_SECONDS = 5.0
-# Time limits: of one attempt to place the ranks, of placement at the start of the run, and of the wait for lost devices
-# after a failure.
-_TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
-
 # Time limit for a connection to the cluster of RAY_ADDRESS.
 _CONNECT_SECONDS = 60.0
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
@@ -126,16 +66,20 @@ def ray_cluster(recipe: Recipe) -> Iterator[StartRanks]:
         raise missing_extra("ray", "ray", "parallel.launcher=ray") from error
 
     refuse_rigid(recipe.parallel)
-    devices = recipe.parallel.devices or 1
+    devices = (recipe.parallel.devices or 1) * cpus_per_rank(recipe) + starts_server(recipe)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if recipe.parallel.ray.runtime_env:
+        quiet["runtime_env"] = _checked_environment(recipe.parallel.ray.runtime_env)
     named = os.environ.get("RAY_ADDRESS")
     refuse_unreachable(named)
     where = f"RAY_ADDRESS={named}" if named else "the Ray cluster"
     try:
         with log_wait(f"{where} to answer"):
             try:
-                # More ranks than CPU cores are slow but allowed, as with the other launchers.
-                ray.init(num_cpus=max(devices, os.cpu_count() or 1), include_dashboard=False, **quiet)
+                # More ranks than CPU cores are slow but allowed, as with the other launchers. By default Ray gives its
+                # workers niceness 15.
+                own: dict[str, Any] = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+                ray.init(num_cpus=max(devices, os.cpu_count() or 1), **own, **quiet)
             except ValueError:
                 ray.init(**quiet)  # num_cpus is not allowed when connecting to an existing cluster
     except Exception as error:  # Ray raises a bare Exception if a node does not start in time
@@ -144,6 +88,17 @@ def ray_cluster(recipe: Recipe) -> Iterator[StartRanks]:
         yield Cluster(recipe, ray).run
     finally:
         ray.shutdown()
+
+
+def _checked_environment(settings: dict[str, Any]) -> dict[str, Any]:
+    from ray.runtime_env import RuntimeEnv
+
+    try:
+        return dict(RuntimeEnv(**settings))
+    except (TypeError, ValueError) as error:
+        where = "parallel.ray.runtime_env"
+        remedy = "use the fields of Ray's runtime environments, such as pip and env_vars"
+        raise Refusal.at(where, first_line(error), remedy, code="invalid-value") from error
 
 
 def refuse_unreachable(address: str | None) -> None:
@@ -194,6 +149,7 @@ class Cluster:
         self.device = self._device()
         self.resource = DEVICES[self.device].ray_resource or "CPU"
         self.visible = DEVICES[self.device].visible_variable
+        self.placement = Placement(ray, recipe, self.resource)
 
     def _working_folder(self) -> str | None:
         """Returns the working directory of the ranks. The working directory is the current directory, which all nodes
@@ -225,62 +181,22 @@ class Cluster:
         """Runs all ranks once and returns the exit status of the run. `turn` counts restarts."""
         from ray.exceptions import RayActorError
 
-        with self._placed(turn) as (group, devices):
+        with self.placement.placed(turn) as (group, devices):
             rank_arguments = [*arguments, f"device={self.device}", f"parallel.devices={devices}"]
             try:
                 with self._actors(group, devices) as actors:
                     ranks = Ranks(self.ray, actors, self.recipe.parallel.stall_seconds)
-                    return ranks.run(rank_arguments, self._environments(actors), self.folder)
+                    run_folder = str(Path(self.recipe.run.folder) / self.recipe.run.name)
+                    return ranks.run(rank_arguments, self._environments(actors), self.folder, run_folder)
             except RayActorError as error:
                 say(f"an actor was lost before its rank started: {first_line(error)}")
                 return _KILLED
 
     @contextmanager
-    def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
-        """Yields a placement group and its number of devices. The group has as many devices as the recipe requests.
-        With `parallel.elastic` the group may have fewer devices after a failure."""
-        from ray.util.placement_group import placement_group, remove_placement_group
-
-        requested, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
-        log_at = time.monotonic() + TELL_SECONDS
-        deadline = time.monotonic() + (_RETURN_SECONDS if turn else _PLACE_SECONDS)
-        while True:
-            available = int(self.ray.cluster_resources().get(self.resource, 0))
-            devices = fitting_devices(self.recipe.parallel, available) if elastic else requested
-            if 0 < devices <= available:
-                bundles = [{"CPU": 1.0, self.resource: 1.0}] * devices
-                group = placement_group(bundles, strategy="PACK", name=self.recipe.run.name)
-                try:
-                    if group.wait(_TRY_SECONDS):
-                        if devices < requested:
-                            have = f"the cluster has {available} {self.resource} of {requested}"
-                            rounded = devices < min(requested, available)
-                            why = f", the most that {layout_of(self.recipe.parallel)} allows" if rounded else ""
-                            say(f"{have}: the run continues with {devices} devices{why}")
-                        yield group, devices
-                        return
-                finally:
-                    remove_placement_group(group)
-            elif turn == 0:
-                deadline = 0
-            if time.monotonic() >= deadline:
-                free = int(self.ray.available_resources().get(self.resource, 0))
-                raise Refusal.at(
-                    "parallel.devices",
-                    f"is {requested}; the Ray cluster's nodes have {available} {self.resource} in total, {free} free",
-                    "start more nodes (`ray start --address=...`), wait for other jobs, or reduce parallel.devices",
-                    code="too-few-devices",
-                )
-            if time.monotonic() >= log_at:
-                log_at = time.monotonic() + TELL_AGAIN_SECONDS
-                say(f"waiting for {requested} {self.resource} of the Ray cluster, which has {available}")
-            # The cluster is asked again, because Ray detects a lost node only after a while, and a new node may replace
-            # a lost one.
-            time.sleep(_BEAT_SECONDS)
-
-    @contextmanager
     def _actors(self, group: Any, devices: int) -> Iterator[list[Any]]:
-        """Yields one Ray actor per device. Actors on the same node are adjacent in the list."""
+        """Yields one Ray actor per device. Actors on the same node are adjacent in the list, and the actor of the first
+        bundle is the first, because this bundle has the CPU of a serving engine, which rank 0 starts."""
+        from ray.exceptions import RuntimeEnvSetupError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         kind = self.ray.remote(RankProcess)
@@ -289,7 +205,7 @@ class Cluster:
             for index in range(devices):
                 options = kind.options(
                     name=f"{self.recipe.run.name}-{index}",
-                    num_cpus=1,
+                    num_cpus=group.bundle_specs[index]["CPU"],
                     num_gpus=1 if self.resource == "GPU" else 0,
                     resources={} if self.resource in ("CPU", "GPU") else {self.resource: 1},
                     max_concurrency=4,
@@ -299,7 +215,11 @@ class Cluster:
                 actors.append(options.remote())
             with log_wait(f"the {devices} actors of the Ray cluster to start"):
                 nodes = [place.node for place in self.ray.get([actor.place.remote() for actor in actors])]
-            yield [actor for _, actor in sorted(zip(nodes, actors, strict=True), key=lambda pair: pair[0])]
+            order = sorted(range(devices), key=lambda index: (nodes[index] != nodes[0], nodes[index], index))
+            yield [actors[index] for index in order]
+        except RuntimeEnvSetupError as error:
+            remedy = "correct it; `ray logs` on the node has the full output"
+            raise Refusal.at("parallel.ray.runtime_env", first_line(error), remedy, code="invalid-value") from error
         finally:
             for actor in actors:
                 self.ray.kill(actor)
@@ -342,15 +262,23 @@ class Ranks:
         self.status: dict[int, int] = {}
         self.signals: list[int] = []
 
-    def run(self, arguments: list[str], environments: list[dict[str, str]], folder: str | None) -> int:
+    def run(self, arguments: list[str], environments: list[dict[str, str]], folder: str | None, run_folder: str) -> int:
+        niceness = os.nice(0)
         with _signals(self.signals):
             try:
                 # Ranks are started one by one, so that a problem that all ranks have is reported only once.
                 for actor, environment in zip(self.actors, environments, strict=True):
                     with log_wait(f"rank {environment['RANK']} to start"):
-                        problem = self.ray.get(actor.start.remote(arguments, environment, folder))
-                    if problem is not None:
-                        raise Refusal([problem])
+                        begun = actor.start.remote(arguments, environment, folder, run_folder, niceness)
+                        started = self.ray.get(begun)
+                    if isinstance(started, Problem):
+                        raise Refusal([started])
+                    if started > niceness and environment["RANK"] == "0":
+                        say(
+                            f"the ranks run with niceness {started}, as Ray's workers do: other processes of the nodes "
+                            "slow them down. Start the nodes with RAY_worker_niceness=0 (`RAY_worker_niceness=0 ray "
+                            "start ...`)"
+                        )
                 return self._follow()
             finally:
                 self._end()

@@ -43,6 +43,30 @@ class RankPlace(NamedTuple):
     devices: list[str]
 
 
+class RankLog:
+    """The file `logs/rank_N.log` of the run folder, with the output of one rank. Lines are kept in memory until rank 0
+    has created the run folder, because a run that must start in a new folder would otherwise be refused."""
+
+    def __init__(self, run_folder: Path, rank: int):
+        self._run_folder, self._rank = run_folder, rank
+        self._kept: list[bytes] = []
+        self._file: IO[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def write(self, line: bytes) -> None:
+        with self._lock:
+            self._kept.append(line)
+            # A disk that fails must not stop the output of the rank, which the driver shows too.
+            with suppress(OSError):
+                if self._file is None:
+                    if not self._run_folder.is_dir():
+                        return
+                    (self._run_folder / "logs").mkdir(exist_ok=True)
+                    self._file = (self._run_folder / "logs" / f"rank_{self._rank}.log").open("ab", buffering=0)
+                self._file.write(b"".join(self._kept))
+                self._kept.clear()
+
+
 class RankProcess:
     """The Ray actor of one rank. The methods of the actor run concurrently: one call waits for output while another
     sends a signal."""
@@ -52,6 +76,7 @@ class RankProcess:
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue()
         self._readers: list[threading.Thread] = []
         self._store: Any = None
+        self._log: RankLog
 
     def place(self) -> RankPlace:
         import ray
@@ -67,9 +92,12 @@ class RankProcess:
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def start(self, arguments: list[str], environment: dict[str, str], folder: str | None) -> Problem | None:
+    def start(
+        self, arguments: list[str], environment: dict[str, str], folder: str | None, run_folder: str, niceness: int
+    ) -> Problem | int:
         """Starts `lockstep` with these arguments in `folder`, or in the Ray job's working directory if `folder` is
-        None. Returns a problem instead of raising it, because Ray would wrap an exception in its own."""
+        None. Returns the niceness of the rank, which is `niceness` if this process may lower it. Returns a problem
+        instead of raising it, because Ray would wrap an exception in its own."""
         if folder is not None and not Path(folder).is_dir():
             return Problem(
                 f"folder {folder}",
@@ -93,22 +121,28 @@ class RankProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # Ray gives its workers niceness 15, which the rank inherits. Lowering it needs root or CAP_SYS_NICE.
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+        self._log = RankLog(Path(folder or os.getcwd()) / run_folder, int(environment["RANK"]))
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         for number, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
             reader = threading.Thread(target=self._pump, args=(number, pipe), daemon=True)
             reader.start()
             self._readers.append(reader)
-        return None
+        return os.getpriority(os.PRIO_PROCESS, self._process.pid)
 
     def _pump(self, number: int, pipe: IO[bytes]) -> None:
         for line in pipe:
+            self._log.write(line)
             self._lines.put((number, line))
 
     def read(self, seconds: float) -> RankOutput:
         """Returns the rank's output since the last call. If there is no new output, waits up to `seconds` for
         output."""
         assert self._process is not None
+        self._log.write(b"")  # a rank without output has a file too
         given_up, status = time.monotonic() + seconds, self._process.poll()
         while self._lines.empty() and status is None and time.monotonic() < given_up:
             with suppress(subprocess.TimeoutExpired):

@@ -129,7 +129,8 @@ def packages(context: Context) -> list[Problem]:
 
 def trackers(context: Context) -> None:
     log = context.recipe.log
-    check_sinks(open_sinks(list(log.track), run_folder(context.recipe), log.project, Console.silent()))
+    port = None if context.plans else log.prometheus  # a plan must not need the port of a run that trains meanwhile
+    check_sinks(open_sinks(list(log.track), run_folder(context.recipe), log.project, Console.silent(), port))
 
 
 def resumed_run(context: Context) -> Iterator[Problem]:

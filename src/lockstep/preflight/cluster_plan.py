@@ -34,7 +34,8 @@ from lockstep.rollout.native.native_engine import fitting_prefill, kept_cache
 
 # The keys of the recipe section `parallel` that the prediction takes into account, or that do not affect it.
 RECKONED = {
-    *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "tensor_parallel"),
+    *("devices", "launcher", "ray", "stall_seconds", "max_restarts", "elastic"),
+    *("shard", "replicate", "tensor_parallel"),
     *(
         "expert_parallel",
         "context_parallel",

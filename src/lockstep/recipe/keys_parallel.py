@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.recipe.section import MICRO, Field, Section
 
 Offload = Literal["none", "optimizer", "params", "all"]
+
+
+_RAY: Any = {"read_where": ("parallel.launcher", ("ray",))}
+
+
+class RaySettings(Section):
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "PACK",
+        description="How Ray places the processes. `PACK` uses as few nodes as possible, and `STRICT_PACK` one node. "
+        "`SPREAD` uses as many nodes as possible, and `STRICT_SPREAD` a different node for each process.",
+        **_RAY,
+    )
+    cpus_per_rank: int | None = Field(
+        None,
+        ge=1,
+        description="CPUs that Ray reserves for each process. Default: 1, and 1 for each process that it starts: "
+        "`reward.workers`, `rollout.environment_workers`, and the rollout worker of `rollout.max_staleness`. The "
+        "process that starts a serving engine gets 1 more.",
+        **_RAY,
+    )
+    wait_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="How long a start or restart waits for devices that the cluster does not have, for example until "
+        "an autoscaler has added nodes. Default: a start waits 120 seconds for devices that other jobs use, and "
+        "refuses a number of devices that the cluster does not have. A restart waits 300 seconds.",
+        **_RAY,
+    )
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Ray's runtime environment of the processes, for example `{pip: [PACKAGE], env_vars: {NAME: "
+        "VALUE}}`.",
+        **_RAY,
+    )
 
 
 class Parallel(Section):
@@ -42,6 +76,7 @@ class Parallel(Section):
         "waiting until they return.",
         read_where=("parallel.launcher", ("ray",)),
     )
+    ray: RaySettings = Field(default_factory=RaySettings)
     shard: int | None = Field(
         None,
         ge=1,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lockstep.recipe.keys_data import Data
@@ -361,6 +361,13 @@ class CheckpointSettings(Section):
     )
 
 
+def _check_address(value: int | str | None) -> int | str | None:
+    _, _, port = str(value).rpartition(":")
+    if value is None or (port.isdecimal() and int(port) < 2**16):
+        return value
+    raise PydanticCustomError("literal_error", "must be {expected}", {"expected": "a port, or HOST:PORT"})
+
+
 class LogSettings(Section):
     every: int = Field(1, ge=1, description="Steps between console lines when the output is not a terminal.")
     track: list[Annotated[str, Named(TRACKERS)]] = Field(
@@ -368,6 +375,12 @@ class LogSettings(Section):
         description="Trackers to use in addition to `metrics.jsonl`. Trackers need the `[track]` extra of the package.",
     )
     project: str = Field("lockstep", description="Project name in the trackers.")
+    prometheus: Annotated[int | str | None, AfterValidator(_check_address)] = Field(
+        None,
+        description="Port, or HOST:PORT, at which rank 0 serves the newest metrics to Prometheus (`/metrics`). A port "
+        "without a host is open only to this machine; `0.0.0.0:9400` is open to every machine that reaches it. "
+        "Default: no port.",
+    )
     samples: int = Field(
         4,
         ge=0,

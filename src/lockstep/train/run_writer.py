@@ -96,8 +96,8 @@ class Run:
         self.recipe = prepared.recipe
         self.phases = Phases(device.synchronise, self._stage)
         self.metrics = MetricsLog(folder.metrics)
-        settings = self.recipe.log
-        self.trackers = open_sinks(list(settings.track), folder, settings.project, console) if world.main else []
+        log = self.recipe.log
+        self.trackers = open_sinks(list(log.track), folder, log.project, console, log.prometheus) if world.main else []
         self.fingerprint = self._fingerprint() if world.main else {}
         self.engine: dict[str, Any] = {}
         """The rollout engine and its version, or an empty dict if the run has no rollout engine."""

@@ -238,6 +238,7 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
         "run.resume=never",
         "run.export=false",
         "log.track=[]",
+        "log.prometheus=null",
         "val.questions=null",
         "val.every=null",
         "val.at_start=false",

@@ -23,6 +23,7 @@ from lockstep.run.console import Console
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder, read_object
 from lockstep.run.metrics import read_metrics
+from lockstep.run.trackers.prometheus import PrometheusSink
 
 
 def import_tracker(package: str) -> ModuleType:
@@ -76,9 +77,11 @@ class Sink(Protocol):
     def close(self, ok: bool) -> None: ...
 
 
-def open_sinks(names: list[str], folder: RunFolder, project: str, console: Console) -> list[Sink]:
-    """Creates the named trackers without starting them. Raises one `Refusal` that lists all unknown names and missing
-    packages."""
+def open_sinks(
+    names: list[str], folder: RunFolder, project: str, console: Console, prometheus: int | str | None = None
+) -> list[Sink]:
+    """Creates the named trackers, and the one of `log.prometheus`, without starting them. Raises one `Refusal` that
+    lists all unknown names and missing packages."""
     problems: list[Problem] = []
     sinks: list[Sink] = []
     for name in names:
@@ -89,6 +92,8 @@ def open_sinks(names: list[str], folder: RunFolder, project: str, console: Conso
         except Refusal as refusal:
             problems += refusal.problems
     refuse_all(problems)
+    if prometheus is not None:
+        sinks.append(GuardedSink("prometheus", PrometheusSink(prometheus, console), console))
     return sinks
 
 

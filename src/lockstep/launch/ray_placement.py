@@ -1,0 +1,196 @@
+"""Places the ranks on the nodes of a Ray cluster: bundles, strategies, waits for nodes, and `parallel.elastic`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import Refusal
+from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
+from lockstep.parallel.sharding import grid_of, refuse_offload
+from lockstep.parallel.world import refuse_ranks
+from lockstep.recipe.keys_parallel import Parallel
+from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.registry import ENGINES
+
+if TYPE_CHECKING:
+    from lockstep.recipe import Recipe
+
+# Time limits: of one attempt to place the ranks, of placement at the start of the run, and of the wait for lost devices
+# after a failure. `parallel.ray.wait_seconds` replaces the last two.
+_TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
+_PAUSE_SECONDS = 1.0
+
+
+# `parallel.elastic`: selects the number of devices with which a run continues after devices were lost.
+
+
+def fitting_devices(settings: Parallel, available: int) -> int:
+    """Returns the largest number of devices with which the parallel layout works. The result is at most the number of
+    available devices and the number of devices in the recipe. Returns 0 if there are too few devices."""
+    most = min(settings.devices or 1, available)
+    return next((devices for devices in range(most, 0, -1) if _fits(settings, devices)), 0)
+
+
+def _fits(settings: Parallel, devices: int) -> bool:
+    try:
+        grid_of(settings, devices)
+        refuse_ranks(settings.group, devices)  # context- and tensor-parallel groups must be complete
+        refuse_offload(settings, devices)
+    except Refusal:
+        return False
+    return True
+
+
+def layout_of(settings: Parallel) -> str:
+    """Returns as text the recipe keys (and their values) that constrain the number of devices."""
+    constraints = {
+        "shard": settings.shard is not None,
+        "replicate": settings.replicate is not None,
+        "tensor_parallel": settings.tensor_parallel > 1,
+        "context_parallel": settings.context_parallel > 1,
+        "offload": settings.offload in ("params", "all"),
+        "offload_critic": settings.offload_critic in ("params", "all"),
+    }
+    return " and ".join(f"parallel.{key}={getattr(settings, key)}" for key, is_set in constraints.items() if is_set)
+
+
+def refuse_rigid(settings: Parallel) -> None:
+    """Raises `Refusal` if `parallel.elastic` is set, but the parallel layout cannot use fewer devices than the recipe
+    requests."""
+    requested = settings.devices or 1
+    if not settings.elastic or requested == 1 or fitting_devices(settings, requested - 1):
+        return
+    both = settings.shard is not None and settings.replicate is not None
+    way = (
+        "remove parallel.shard or parallel.replicate, so that the removed value is derived from the remaining key"
+        if both
+        else "use more devices"
+    )
+    raise Refusal.at(
+        "parallel.elastic",
+        f"{layout_of(settings)} cannot use fewer than {requested} devices",
+        f"{way}, or remove parallel.elastic, so that a restart waits until lost devices are back",
+        code="wrong-process-count",
+    )
+
+
+# The bundles of the placement group, one per rank.
+
+
+def cpus_per_rank(recipe: Recipe) -> int:
+    """Returns the number of CPUs of a bundle: one for the rank, and one for each process that the rank starts."""
+    if recipe.parallel.ray.cpus_per_rank is not None:
+        return recipe.parallel.ray.cpus_per_rank
+    if recipe.method not in ONLINE:
+        return 1
+    rollout = recipe.rollout
+    rewards = recipe.reward.workers if recipe.reward.function is not None else 0
+    environments = rollout.environment_workers if rollout.interactive else 0
+    return 1 + rewards + environments + int(rollout.max_staleness is not None)
+
+
+def starts_server(recipe: Recipe) -> int:
+    """Returns 1 if rank 0 starts a serving engine, which needs a CPU of its own, else 0."""
+    own = recipe.parallel.ray.cpus_per_rank is None and recipe.method in ONLINE
+    return int(own and ENGINES[recipe.rollout.engine].served and recipe.rollout.url is None)
+
+
+class Placement:
+    def __init__(self, ray: Any, recipe: Recipe, resource: str):
+        self.ray, self.recipe, self.resource = ray, recipe, resource
+        self.settings = recipe.parallel.ray
+        self.cpus = cpus_per_rank(recipe)
+
+    def bundles(self, devices: int) -> list[dict[str, float]]:
+        """Returns the resources of each rank. The first bundle also has the CPU of a serving engine."""
+        device = {} if self.resource == "CPU" else {self.resource: 1.0}
+        extra = [starts_server(self.recipe), *[0] * (devices - 1)]
+        return [{"CPU": float(self.cpus + more), **device} for more in extra]
+
+    def room(self) -> int:
+        """Returns how many ranks the nodes of the cluster could hold if nobody else used them."""
+        on_node = [
+            min(int(has.get(self.resource, 0)), int(has.get("CPU", 0) // self.cpus))
+            for has in (node["Resources"] for node in self.ray.nodes() if node["Alive"])
+        ]
+        strategy = self.settings.strategy
+        if strategy == "STRICT_PACK":
+            return max(on_node, default=0)
+        return sum(min(count, 1) if strategy == "STRICT_SPREAD" else count for count in on_node)
+
+    @contextmanager
+    def placed(self, turn: int) -> Iterator[tuple[Any, int]]:
+        """Yields a placement group and its number of devices. The group has as many devices as the recipe requests.
+        With `parallel.elastic` the group may have fewer devices after a failure. `turn` counts restarts."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        requested, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
+        limit = self.settings.wait_seconds or (_RETURN_SECONDS if turn else _PLACE_SECONDS)
+        # A placement group that waits is what an autoscaler reads, so it is kept until the time limit.
+        scaled = self.settings.wait_seconds is not None and not elastic
+        begun = time.monotonic()
+        log_at = begun + TELL_SECONDS
+        while True:
+            room = self.room()
+            devices = fitting_devices(self.recipe.parallel, room) if elastic else requested
+            if scaled or 0 < devices <= room:
+                strategy = self.settings.strategy
+                group = placement_group(self.bundles(devices), strategy=strategy, name=self.recipe.run.name)
+                try:
+                    while not (ready := group.wait(_TRY_SECONDS)) and scaled and time.monotonic() - begun < limit:
+                        log_at = self._log_wait(requested, log_at)
+                    if ready:
+                        self._say_fewer(requested, devices, room)
+                        yield group, devices
+                        return
+                finally:
+                    remove_placement_group(group)
+            elif turn == 0:
+                limit = 0
+            if time.monotonic() - begun >= limit:
+                raise self._too_few(requested, limit)
+            log_at = self._log_wait(requested, log_at)
+            # The cluster is asked again, because Ray detects a lost node only after a while, and a new node may replace
+            # a lost one.
+            time.sleep(_PAUSE_SECONDS)
+
+    def _log_wait(self, requested: int, log_at: float) -> float:
+        """Logs a long wait. Returns the time of the next message."""
+        if time.monotonic() < log_at:
+            return log_at
+        say(f"waiting for {requested} ranks on the Ray cluster: {self._missing(requested)}")
+        return time.monotonic() + TELL_AGAIN_SECONDS
+
+    def _missing(self, requested: int) -> str:
+        """Returns what the ranks need, and what the cluster has."""
+        total, free = self.ray.cluster_resources(), self.ray.available_resources()
+        first = self.bundles(1)[0] | {"CPU": float(self.cpus)}
+        need = " and ".join(f"{count:g} {name}" for name, count in first.items())
+        names = dict.fromkeys([self.resource, "CPU"])
+        have = " and ".join(
+            f"{int(total.get(name, 0))} {name} in total ({int(free.get(name, 0))} free)" for name in names
+        )
+        return (
+            f"each needs {need}; the cluster's nodes have {have}, and room for {self.room()} of {requested} ranks with "
+            f"parallel.ray.strategy={self.settings.strategy}"
+        )
+
+    def _too_few(self, requested: int, waited: float) -> Refusal:
+        after = f" after {waited:g} s" if waited else ""
+        return Refusal.at(
+            "parallel.devices",
+            f"is {requested}, and the ranks could not be placed{after}: {self._missing(requested)}",
+            "start more nodes (`ray start --address=...`), wait for other jobs, reduce parallel.devices or "
+            "parallel.ray.cpus_per_rank, or set parallel.ray.wait_seconds if an autoscaler adds nodes",
+            code="too-few-devices",
+        )
+
+    def _say_fewer(self, requested: int, devices: int, room: int) -> None:
+        if devices < requested:
+            layout = layout_of(self.recipe.parallel)
+            why = f", the most that {layout} allows" if devices < min(requested, room) else ""
+            have = f"the cluster has room for {room} of {requested} ranks"
+            say(f"{have}: the run continues with {devices} devices{why}")
