@@ -87,13 +87,15 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.test
+# Generates the generated pages, then builds the site in site/. A broken link or anchor is an error.
+docs: $(VENV)/.docs
 	$(BIN)/python tools/recipe_reference.py > docs/recipe.md
 	$(BIN)/python tools/error_codes.py > docs/errors.md
 	$(BIN)/python tools/architecture.py
 	$(BIN)/python tools/migration_tables.py
 	$(BIN)/python tools/environment_figures.py trajectory > docs/trajectory.svg
 	$(BIN)/python tools/environment_figures.py timeline > docs/timeline.svg
+	$(BIN)/python tools/site/build.py
 
 models: $(VENV)/.test
 	$(BIN)/python tools/models_table.py
@@ -129,6 +131,10 @@ $(VENV)/.ray: $(VENV)/.test
 
 $(VENV)/.notebook: $(VENV)/.test
 	$(PIP_INSTALL) -e ".[notebook]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(PIP_INSTALL) -e ".[docs]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
