@@ -57,8 +57,8 @@ class Reward(Section):
     )
     remote_form: Literal["items", "openrlhf"] = Field(
         "items",
-        description="Request and response format of the endpoint. `lockstep help rewards` describes `items`. `openrlhf` "
-        "sends the lists `query`, `prompts` and `labels` and expects `rewards`.",
+        description="Request and response format of the endpoint. `lockstep help rewards` describes `items`. "
+        "`openrlhf` sends the lists `query`, `prompts` and `labels` and expects `rewards`.",
         effect=Effect("matters", "requests to the endpoint have another format"),
     )
     format: str | None = Field(
