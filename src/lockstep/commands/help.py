@@ -40,7 +40,8 @@ def docs_folder() -> Path:
 
 def topics() -> dict[str, Path]:
     """Returns the English page of each topic."""
-    found = {path.stem: path for path in sorted(docs_folder().glob("*.md")) if not path.stem.endswith(".zh")}
+    pages = sorted(docs_folder().glob("*.md"), key=lambda path: path.stem)
+    found = {path.stem: path for path in pages if not path.stem.endswith(".zh")}
     if not found:
         raise Refusal.at(
             str(docs_folder()), "has no pages", "install lockstep again: its wheel contains them", code="missing-file"
