@@ -25,9 +25,11 @@ NAMED = re.compile(r"lockstep help ([a-z][a-z-]*)")
 
 
 def messages() -> dict[str, str]:
-    """All texts of the package except docstrings, with their file."""
+    """Texts of the package that may name a page, except docstrings, with their file."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
+        if not re.search(r"lockstep help|docs/", path.read_text(encoding="utf-8")):
+            continue
         docstrings = {
             id(node.value)
             for node in nodes(path)
