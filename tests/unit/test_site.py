@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -64,6 +65,17 @@ def test_headings_of_a_translation_have_the_english_anchors() -> None:
     page = build.with_english_anchors((ROOT / "docs/sft.zh.md").read_text(encoding="utf-8"), "docs/sft.zh.md")
     assert '<div id="sft-on-your-data"></div>\n\n# 用自己的数据做 SFT' in page
     assert build.with_english_anchors("# x\n", "docs/sft.md") == "# x\n"
+
+
+def test_the_search_index_has_both_languages_and_no_copies(tmp_path: Path) -> None:
+    entries = [
+        {"location": page} for page in ("data.html#rows", "zh/data.html#rows", "zh/sft.html#安装", "zh/index.html")
+    ]
+    (tmp_path / "search_index.json").write_text(json.dumps({"docs": entries}), encoding="utf-8")
+    build.write_search_index(tmp_path)
+    script = (tmp_path / "search_index.js").read_text(encoding="utf-8")
+    kept = json.loads(script.removeprefix("var __index = "))["docs"]
+    assert [entry["location"] for entry in kept] == ["data.html#rows", "zh/sft.html#安装", "zh/index.html"]
 
 
 def test_the_reference_of_the_commands_has_every_command() -> None:

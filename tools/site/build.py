@@ -11,6 +11,7 @@ The site shows docs/ and every file of the repository to which a page links. Its
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -173,11 +174,28 @@ def collect(folder: Path) -> None:
         shutil.copy(Path(__file__).with_name(name), folder / "assets")
 
 
+def write_search_index(folder: Path) -> None:
+    """Leaves out the copies of English pages in the Chinese part. The plugin `offline` wrote the script for pages without
+    a web server before the Chinese pages were indexed, so it is written again."""
+    index = json.loads((folder / "search_index.json").read_text(encoding="utf-8"))
+    translated = {site_path(source).replace(".zh.md", ".html") for source in sources() if source.endswith(".zh.md")}
+
+    def wanted(location: str) -> bool:
+        page = location.partition("#")[0]
+        return not page.startswith("zh/") or page.removeprefix("zh/") in translated
+
+    index["docs"] = [entry for entry in index["docs"] if wanted(entry["location"])]
+    text = json.dumps(index, ensure_ascii=False, separators=(",", ":"))
+    (folder / "search_index.json").write_text(text, encoding="utf-8")
+    (folder / "search_index.js").write_text(f"var __index = {text}", encoding="utf-8")
+
+
 def main() -> int:
     collect(ROOT / "build" / "docs")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     if subprocess.run(words, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False).returncode:
         return 1
+    write_search_index(ROOT / "site" / "search")
     for page in (ROOT / "site").rglob("404.html"):  # only a web server would show it, at any address
         page.unlink()
     problems = problems_of(ROOT / "site")

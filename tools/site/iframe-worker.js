@@ -39,4 +39,6 @@ class FrameWorker extends EventTarget {
   }
 }
 
+// The theme's script looks for this name to find out that it runs in a frame.
+window.IFrameWorker = FrameWorker;
 if (location.protocol === "file:") window.Worker = FrameWorker;
