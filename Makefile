@@ -87,7 +87,8 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.test
+# Generates the generated pages, then builds the site in site/. A broken link or anchor is an error.
+docs: $(VENV)/.docs
 	$(BIN)/python tools/recipe_reference.py > docs/recipe.md
 	$(BIN)/python tools/error_codes.py > docs/errors.md
 	$(BIN)/python tools/architecture.py
@@ -95,6 +96,7 @@ docs: $(VENV)/.test
 	$(BIN)/python tools/environment_figures.py trajectory > docs/trajectory.svg
 	$(BIN)/python tools/environment_figures.py timeline > docs/timeline.svg
 	$(BIN)/python tools/vision_figure.py > docs/vision-tokens.svg
+	$(BIN)/python tools/site/build.py
 
 models: $(VENV)/.test
 	$(BIN)/python tools/models_table.py
@@ -131,6 +133,10 @@ $(VENV)/.ray: $(VENV)/.test
 
 $(VENV)/.notebook: $(VENV)/.test
 	$(PIP_INSTALL) -e ".[notebook]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(PIP_INSTALL) -e ".[docs]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test

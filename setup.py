@@ -1,4 +1,5 @@
-"""The parts of the build that pyproject.toml cannot express: the version from git, and `TARGET_DEVICE`.
+"""The parts of the build that pyproject.toml cannot express: the version from git, the pages of docs/ in
+the wheel, and `TARGET_DEVICE`.
 
 `TARGET_DEVICE=NPU pip install ...` installs the extra [npu] too.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,20 @@ def store_version(folder: Path) -> None:
     (folder / VERSION["BUILD"]).write_text(text, encoding="utf-8")
 
 
+def store_pages(folder: Path) -> None:
+    """Copies the pages and figures of docs/ into a built package, for `lockstep help`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for page in sorted((Path(__file__).parent / "docs").iterdir()):
+        if page.suffix in (".md", ".svg", ".png"):
+            shutil.copy(page, folder)
+
+
 class BuildWithVersion(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
             store_version(Path(self.build_lib) / "lockstep")
+            store_pages(Path(self.build_lib) / "lockstep" / "docs")
 
 
 class SourcesWithVersion(sdist):

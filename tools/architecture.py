@@ -1,4 +1,5 @@
-"""Fills in what docs/architecture.md says of the code: the layers, the diagram of imports, the lines of a GRPO step.
+"""Fills in what docs/architecture.md says of the code: the layers and the lines of a GRPO step. Draws the
+imports as docs/architecture.svg.
 
     python tools/architecture.py            writes the pages anew
     python tools/architecture.py --check    ends with 1 where a page is not current
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "lockstep"
 PAGES = sorted((ROOT / "docs").glob("architecture*.md"))
+FIGURE = ROOT / "docs" / "architecture.svg"
 LAYERS = ROOT / "tests" / "unit" / "test_architecture.py"
 """The test that holds the layers is where they are written down."""
 READ = ("train/online.py", "train/rollouts.py", "train/update.py", "algorithms/policy_loss.py")
@@ -79,12 +81,44 @@ def layers(root: Path) -> list[tuple[str, ...]]:
     raise SystemExit(f"{LAYERS} has no LAYERS")
 
 
-def diagram(root: Path) -> str:
-    edges, lines = reduced(folder_imports(root)), ["```mermaid", "flowchart TD"]
-    for layer in layers(root):
-        for name in layer:
-            lines += [f"    {name} --> {target}" for target in sorted(edges[name])]
-    return "\n".join([*lines, "```"])
+def figure(root: Path) -> str:
+    """Returns the folders as SVG, a row per layer, with arrows for the imports."""
+    edges, rows = reduced(folder_imports(root)), layers(root)
+    rows = [*rows[:-1], rows[-1][:7], rows[-1][7:]] if len(rows[-1]) > 7 else rows
+    width, row_height, box_height = 1040, 66, 26
+    boxes: dict[str, tuple[float, float, float]] = {}
+    for number, row in enumerate(rows):
+        sizes = [max(70, 8 * len(name) + 18) for name in row]
+        gap = (width - sum(sizes)) / (len(row) + 1)
+        at = gap
+        for name, size in zip(row, sizes, strict=True):
+            boxes[name] = (at, 20 + number * row_height, size)
+            at += size + gap
+    parts = []
+    for name, targets in sorted(edges.items()):
+        for target in sorted(targets):
+            (x, y, size), (to_x, to_y, to_size) = boxes[name], boxes[target]
+            same = y == to_y
+            x1, y1 = x + size / 2, y + (box_height if not same else 0)
+            x2, y2 = to_x + to_size / 2, to_y - (4 if not same else 0)
+            bend = -34 if same else (y2 - y1) / 2
+            curve = (
+                f"M{x1:g} {y1:g} C{x1:g} {y1 + bend:g} {x2:g} {y2 - bend if not same else y2 + bend:g} {x2:g} {y2:g}"
+            )
+            parts.append(f"<path d='{curve}' fill='none' stroke='#7a8aa0' stroke-width='1.1' marker-end='url(#a)'/>")
+    for name, (x, y, size) in boxes.items():
+        place = f"x='{x:g}' y='{y:g}' width='{size:g}' height='{box_height}'"
+        parts.append(f"<rect {place} rx='4' fill='#e8eefb' stroke='#4a62a8'/>")
+        parts.append(f"<text x='{x + size / 2:g}' y='{y + 17:g}' text-anchor='middle'>{name}</text>")
+    marker = (
+        "<marker id='a' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' markerHeight='7' orient='auto'>"
+        "<path d='M0 0L8 4L0 8z' fill='#7a8aa0'/></marker>"
+    )
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {len(rows) * row_height}' role='img'"
+    font = "font-family='DejaVu Sans Mono, Menlo, Consolas, monospace' font-size='12'>"
+    ground = f"<rect width='{width}' height='{len(rows) * row_height}' fill='#fbfbfb'/>"
+    title = "<title>The folders of lockstep and their imports</title>"
+    return "\n".join([f"{head} {font}", title, f"<defs>{marker}</defs>", ground, *parts, "</svg>", ""])
 
 
 def layer_text(root: Path) -> str:
@@ -116,7 +150,7 @@ def reading(root: Path) -> str:
     return "\n".join(["```", *(f"{name:24}{lines:4} lines, {code:4} of code" for name, lines, code in rows), "```"])
 
 
-PARTS = {"layers": layer_text, "diagram": diagram, "reading": reading}
+PARTS = {"layers": layer_text, "reading": reading}
 
 
 def filled(page: str, root: Path = PACKAGE) -> str:
@@ -138,6 +172,10 @@ def main() -> int:
             old.append(path.relative_to(ROOT).as_posix())
             if not check:
                 path.write_text(filled(page), encoding="utf-8")
+    if not FIGURE.is_file() or FIGURE.read_text(encoding="utf-8") != figure(PACKAGE):
+        old.append(FIGURE.relative_to(ROOT).as_posix())
+        if not check:
+            FIGURE.write_text(figure(PACKAGE), encoding="utf-8")
     print(*[f"{'not current' if check else 'written'}: {name}" for name in old] or ["current"], sep="\n")
     return 1 if check and old else 0
 

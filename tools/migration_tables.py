@@ -1,5 +1,5 @@
-"""Fills in the tables of docs/from-verl.md and docs/from-openrlhf.md from the tables of the converters, and counts the
-recorded outcomes of the scripts of public projects (tests/data/migration/real_*.json).
+"""Fills in the tables of docs/*-keys.md and docs/from-*.md from the tables of the converters, and counts the recorded
+outcomes of the scripts of public projects (tests/data/migration/real_*.json).
 
     python tools/migration_tables.py            rewrites the pages
     python tools/migration_tables.py --check    exits with 1 if a page is not current
@@ -27,7 +27,7 @@ _PRINTED = re.compile(r"(<!-- printed: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def pages() -> list[Path]:
-    return sorted((ROOT / "docs").glob("from-*.md"))
+    return sorted(path for pattern in ("from-*.md", "*-keys.md") for path in (ROOT / "docs").glob(pattern))
 
 
 def verl_table(rows: Iterable[KeyRow]) -> Iterator[str]:
@@ -60,7 +60,8 @@ def _default(row: KeyRow) -> str:
 
 
 def _note(row: KeyRow) -> str:
-    return OUTCOMES[row.outcome] + (f"{row.note}; {row.remedy}" if row.remedy else row.note)
+    text = OUTCOMES[row.outcome] + (f"{row.note}; {row.remedy}" if row.remedy else row.note)
+    return re.sub(r"`lockstep help ([\w-]+)`", r"[\1](\1.md)", text)
 
 
 REASONS = ("images", "Megatron", "unknown keys", "own keys", "own program", "other settings")

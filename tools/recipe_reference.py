@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import tempfile
 import textwrap
 import types
@@ -242,4 +243,4 @@ def _default(info: FieldInfo) -> str:
 if __name__ == "__main__":
     # The sample output follows the width of the terminal; the page needs a fixed width.
     os.environ["COLUMNS"] = "80"
-    print(reference(), end="")
+    print(re.sub(r"`lockstep help ([\w-]+)`", r"[\1](\1.md)", reference()), end="")

@@ -2,6 +2,7 @@
 # PYTHONS="3.12" selects the interpreters, QUICKSTART="" runs the complete quickstart instead of two steps.
 set -eu
 uv="$PWD/${VENV:-.venv}/bin/uv"
+root=$PWD
 wheel=$(ls "$PWD"/dist/*.whl)
 constraints="$PWD/constraints.txt"
 short=${QUICKSTART-"run.steps=2 optim.warmup=1"}
@@ -26,6 +27,13 @@ for python in ${PYTHONS:-3.10 3.11 3.12 3.13}; do
         lockstep doctor --device cpu >doctor.txt || { cat doctor.txt; exit 1; }
         lockstep doctor --pins cpu >pins.txt
         lockstep recipes grpo-arithmetic >/dev/null
+        lockstep help >topics.txt
+        for page in "$root"/docs/*.md; do
+            topic=$(basename "$page" .md)
+            case $topic in *.zh) continue ;; esac
+            grep -q "^  $topic " topics.txt && lockstep help "$topic" --lang zh >page.md && test -s page.md || {
+                echo "lockstep help $topic fails"; exit 1; }
+        done
         python -c 'import lockstep_record'
         # shellcheck disable=SC2086
         lockstep quickstart $short >quickstart.txt 2>&1 || { cat quickstart.txt; exit 1; }

@@ -249,6 +249,28 @@ def cache(
         write(line)
 
 
+@app.command(name="help")
+def help_(
+    topic: Annotated[str | None, typer.Argument(help="A topic or a command [lists the topics].")] = None,
+    section: Annotated[str | None, typer.Argument(help="Print only this section of the page.")] = None,
+    language: Annotated[
+        str | None, typer.Option("--lang", metavar="en|zh", help="Language of the page [language of the terminal].")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Print a page of the documentation, or list the topics."""
+    from lockstep.commands.help import open_page, show_page, show_topics, topics
+
+    if topic is None:
+        show_topics()
+    elif topic not in topics() and topic in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        app([topic, "--help"])
+    elif open_:
+        open_page(topic, section, language)
+    else:
+        show_page(topic, section, language)
+
+
 # The commands are registered in the order of their usual use. `--help` lists the commands in this order.
 app.command()(answering.generate)
 app.command()(answering.serve)

@@ -99,7 +99,7 @@ def test_a_model_that_plain_torch_cannot_serve_either_is_no_fault_of_the_kernel(
     monkeypatch.setattr(attention, "varlen_attention", lambda q, *a, **m: 1.05 * varlen_attention(q, *a, **m))
     with pytest.raises(Refusal, match=r"model.path folder \[unsupported-model\]: .*packed log-probs differ") as refusal:
         check(LlamaConfig())
-    assert "docs/models.md" in refusal.value.problems[0].remedy
+    assert "lockstep help models" in refusal.value.problems[0].remedy
 
 
 def test_a_kernel_that_shows_with_the_real_weights_alone_is_named_too(tiny_folder: Path, kernel: Any) -> None:
@@ -181,7 +181,7 @@ def test_an_error_of_the_device_keeps_its_text_and_gets_its_own_advice(name: str
     assert problem.why.startswith(text.splitlines()[0])
     assert cause in problem.why
     assert advice in problem.remedy
-    assert "docs/models.md" not in problem.remedy
+    assert "lockstep help models" not in problem.remedy
 
 
 def test_a_kernel_that_fails_in_its_own_words_is_still_told_from_the_model(kernel: Any) -> None:

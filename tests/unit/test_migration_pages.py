@@ -1,4 +1,4 @@
-"""docs/from-verl.md and docs/from-openrlhf.md show the maps that the converters run on."""
+"""docs/verl-keys.md and docs/openrlhf-keys.md show the maps that the converters run on."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def test_the_tables_of_keys_are_current() -> None:
         [sys.executable, ROOT / "tools" / "migration_tables.py", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    for page in ("from-verl.md", "from-openrlhf.md"):
+    for page in ("verl-keys.md", "openrlhf-keys.md"):
         assert (ROOT / "docs" / page).read_text(encoding="utf-8").count("\n| `") > 100

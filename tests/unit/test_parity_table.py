@@ -1,4 +1,4 @@
-"""The error rates of the verdict on simulated curves: the tables of docs/compare.md."""
+"""The error rates of the verdict on simulated curves: the tables of docs/verdict.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from lockstep.parity.compare.curve_tests import opposition, score
 from parity_curves import FAMILIES, Fault, biased, clean, collapsed, judged, loss, remembering, reward, runs, stopped
 
-DOCS = Path(__file__).parents[2] / "docs" / "compare.md"
+DOCS = Path(__file__).parents[2] / "docs" / "verdict.md"
 HEAD = "| steps | repeats | memory | wander | clean | bias 1 sd | last 5 % | stops half-way | clean: cannot tell |"
 FAULTS: tuple[Fault, ...] = (biased, collapsed, stopped)
 ROWS = [
@@ -76,7 +76,7 @@ def test_the_full_table(capsys: pytest.CaptureFixture[str]) -> None:
     written = re.findall(r"^\| [\d,]+ \| \d \| 0\.\d \|.*$", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     ours = [[float(cell.replace(",", "")) for cell in line.strip("| ").split("|")] for line in lines[2:]]
     theirs = [[float(cell.replace(",", "")) for cell in line.strip("| ").split("|")] for line in written]
-    assert np.array(theirs) == pytest.approx(np.array(ours), abs=0.01), "docs/compare.md has another table"
+    assert np.array(theirs) == pytest.approx(np.array(ours), abs=0.01), "docs/verdict.md has another table"
 
 
 # Families of noise ---------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_the_table_of_false_alarms(capsys: pytest.CaptureFixture[str]) -> None:
         print("", *lines, sep="\n")
     assert {cell: max(row) for cell, row in shares.items() if max(row) > 0.05} == {}
     text = DOCS.read_text(encoding="utf-8")
-    assert [line for line in lines if line not in text] == [], "docs/compare.md has another table"
+    assert [line for line in lines if line not in text] == [], "docs/verdict.md has another table"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAIRS = [
     ("README.md", "README.zh.md"),
     ("docs/getting-started.md", "docs/getting-started.zh.md"),
+    ("docs/sft.md", "docs/sft.zh.md"),
     ("docs/commands.md", "docs/commands.zh.md"),
     ("docs/ascend.md", "docs/ascend.zh.md"),
     ("docs/ascend-faq.md", "docs/ascend-faq.zh.md"),

@@ -133,7 +133,7 @@ def checked(section: type[SectionT], **arguments: Any) -> SectionT:
                 Problem(
                     ".".join(map(str, error["loc"])),
                     f"{invalid_reason(error)} (given: {error['input']!r})",
-                    "see docs/recipe.md",
+                    "see `lockstep help recipe`",
                     code="invalid-value",
                 )
                 for error in failure.errors()

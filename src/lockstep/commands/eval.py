@@ -131,7 +131,7 @@ def score_rows(
 
 def _without_keys(refusal: Refusal) -> Refusal:
     """Replaces remedies that mention recipe keys, because `lockstep eval` has no recipe."""
-    rename = "rename the columns of the data: docs/data.md lists the detected names"
+    rename = "rename the columns of the data: `lockstep help data` lists the detected names"
     return Refusal(
         [Problem(p.where, p.why, rename if "data." in p.remedy else p.remedy, code=p.code) for p in refusal.problems]
     )

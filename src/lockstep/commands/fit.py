@@ -94,5 +94,5 @@ def _legend(settings: Sequence[FittingSetting]) -> list[str]:
 def _remark(target: TargetCluster) -> str:
     chip = target.chip
     if chip.measured:
-        return "Memory and speed were predicted; docs/scale.md compares predictions with measurements."
+        return "Memory and speed were predicted; `lockstep help scale` compares predictions with measurements."
     return f"The speeds of {chip.name} are the vendor's, scaled by the efficiency of an H200: not tested on it."

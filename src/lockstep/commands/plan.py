@@ -238,7 +238,7 @@ def _lines(recipe: Recipe, cluster: TargetCluster, work: StepWork, times: Sequen
 def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
     chip, online = cluster.chip, recipe.method in ONLINE
     if chip.measured and cluster.devices == 1:
-        yield f"the speeds of {chip.name} are measured; docs/scale.md gives the error of the estimate"
+        yield f"the speeds of {chip.name} are measured; `lockstep help scale` gives the error of the estimate"
     elif chip.measured:
         yield f"the speed of one {chip.name} is measured, link speeds are the vendor's: not tested on several devices"
     else:

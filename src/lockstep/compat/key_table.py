@@ -387,7 +387,8 @@ def _outcome(key: str, row: KeyRow | None, done: Conversion) -> KeyOutcome:
 
 def _nearest(key: str, rows: Sequence[KeyRow]) -> str:
     near = nearest_name(key, [row.key for row in rows if "*" not in row.key])
-    return f"did you mean {near}?" if near else "remove the key, or look for it in the table of keys in docs/"
+    listed = "`lockstep help verl-keys` and `lockstep help openrlhf-keys` list the known keys"
+    return f"did you mean {near}?" if near else f"remove the key; {listed}"
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:

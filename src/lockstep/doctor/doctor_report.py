@@ -70,10 +70,10 @@ def cannot_train(facts: MachineFacts, device: str) -> tuple[str, ...]:
     return (
         f"lockstep cannot train on this stack (torch_npu {torch_npu}, {cann}): it needs torch {MINIMUM['torch']} or "
         "newer",
-        f"1. install a newer stack in addition: {needed} or newer; this needs root{here} (docs/ascend.md)",
-        "2. compare existing runs by their logs, on any machine: lockstep compare A B (docs/foreign-logs.md)",
+        f"1. install a newer stack in addition: {needed} or newer; this needs root{here} (`lockstep help ascend`)",
+        "2. compare existing runs by their logs, on any machine: lockstep compare A B (`lockstep help foreign-logs`)",
         "3. record a run here with the single file lockstep_record.py, and check it on another machine: lockstep "
-        "replay (docs/replay.md)",
+        "replay (`lockstep help replay`)",
     )
 
 

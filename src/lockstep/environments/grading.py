@@ -89,7 +89,7 @@ def read_tests(ground_truth: str) -> Tests:
     elif isinstance(given, list) and all(isinstance(one, str) for one in given):
         tests = Tests("statements", given)
     else:
-        raise ValueError("is neither Python code nor tests in JSON (docs/environments.md)")
+        raise ValueError("is neither Python code nor tests in JSON (`lockstep help environments`)")
     if not any(str(one).strip() or tests.outputs for one in tests.inputs):
         raise ValueError("has no tests")
     if len(tests.inputs) > MOST_TESTS:

@@ -50,6 +50,7 @@ def layout_of(settings: Parallel) -> str:
         "shard": settings.shard is not None,
         "replicate": settings.replicate is not None,
         "tensor_parallel": settings.tensor_parallel > 1,
+        "expert_parallel": settings.expert_parallel > 1,
         "context_parallel": settings.context_parallel > 1,
         "offload": settings.offload in ("params", "all"),
         "offload_critic": settings.offload_critic in ("params", "all"),

@@ -234,7 +234,7 @@ def wrong_kernel(
             f"its attention kernel {kernel} is wrong: {why}. With model.attention={PLAIN} the same check passes here",
             f"set model.attention={PLAIN}, which is plain torch and slower. Another version of torch or of "
             "the driver may fix the kernel; `lockstep doctor` lists matching versions. A replay of a recorded run "
-            "(docs/replay.md) writes a script that reproduces the error",
+            "(`lockstep help replay`) writes a script that reproduces the error",
             code="wrong-kernel",
         )
     if device.type == HOST.type or check(PLAIN, HOST) is not None:
@@ -357,7 +357,7 @@ def _unsupported(path: str, name: str, why: str) -> Problem:
     return Problem(
         f"model.path {path}",
         f"{name}: {why}",
-        "use a model that docs/models.md lists as supported",
+        "use a model that `lockstep help models` lists as supported",
         code="unsupported-model",
     )
 

@@ -61,7 +61,8 @@ def config_of(folder: str, name: str | None = None) -> Any:
     if readable_quantization(Path(folder)) is not None:
         del config.quantization_config  # lockstep reads the weights itself, without transformers' layers
     if reason := no_language_model(config):
-        raise Refusal.at(where, reason, "use a model that docs/models.md lists as supported", code="unsupported-model")
+        remedy = "use a model that `lockstep help models` lists as supported"
+        raise Refusal.at(where, reason, remedy, code="unsupported-model")
     return config
 
 

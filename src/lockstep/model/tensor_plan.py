@@ -37,7 +37,7 @@ GATHERED = "colwise_gather_output"
 KEY = "parallel.tensor_parallel"
 REMEDY = (
     "set parallel.tensor_parallel=1 and shard the model instead (parallel.shard), "
-    "or use a model that docs/several-processes.md lists"
+    "or use a model that `lockstep help several-processes` lists"
 )
 
 

@@ -60,7 +60,7 @@ def text_sizes(config: Any) -> TextSizes:
         Problem(
             "model.path",
             f"the config of {config.model_type} has no number {name}, so its memory cannot be planned",
-            "use a model that docs/models.md lists as supported",
+            "use a model that `lockstep help models` lists as supported",
             code="unsupported-model",
         )
         for name, value in found.items()
@@ -194,7 +194,7 @@ def model_on_meta(config: Any, kind: Any = LanguageModel) -> Any:
         raise Refusal.at(
             "model.path",
             f"transformers cannot build {config.model_type} from its config.json: {first_line(error)}",
-            "compare config.json with that of the published model, or use a model of docs/models.md",
+            "compare config.json with that of the published model, or use a model of `lockstep help models`",
             code="unsupported-model",
         ) from error
 

@@ -18,9 +18,9 @@ _CODE = Effect("matters", "the code differs, or only its path; compare the sampl
 class EnvironmentSettings(Section):
     environment: Annotated[str, Named(ENVIRONMENTS, allow_function=True)] | None = Field(
         None,
-        description="Environment with which the model has a conversation (docs/environments.md): a class of your own "
-        "(`path/to/file.py:Class` or `package.module:Class`), a built-in name, or an environment of another package, "
-        "such as `gymnasium:FrozenLake-v1`.",
+        description="Environment with which the model has a conversation (`lockstep help environments`): a class of "
+        "your own (`path/to/file.py:Class` or `package.module:Class`), a built-in name, or an environment of another "
+        "package, such as `gymnasium:FrozenLake-v1`.",
         effect=_CODE,
     )
     environment_args: dict[str, Any] = Field(
@@ -45,7 +45,7 @@ class EnvironmentSettings(Section):
     )
     agent: Annotated[str, Named(allow_function=True)] | None = Field(
         None,
-        description="Agent that talks to the model over OpenAI's API (docs/environments.md#agents): a function "
+        description="Agent that talks to the model over OpenAI's API (`lockstep help environments`): a function "
         "`run(row, base_url)` that returns a reward (`path/to/file.py:run` or `package.module:run`), or a program "
         "(`command:PROGRAM ARGUMENTS`). It needs the extra `serve`.",
         effect=_CODE,

@@ -11,8 +11,8 @@ class Reward(Section):
     rules: dict[str, str] = Field(
         default_factory=dict,
         description="The reward rule of each data source (`gsm8k`, `gsm8k_flexible`, `math`, `exact`, `sandbox`, or a "
-        "rule of verl such as `verl/gsm8k@0.9`, see docs/rewards.md). `sandbox` runs tests against the code in the "
-        "response. An entry `aime*` is for all data sources that start with `aime`. Data sources "
+        "rule of verl such as `verl/gsm8k@0.9`, see `lockstep help rewards`). `sandbox` runs tests against the code in "
+        "the response. An entry `aime*` is for all data sources that start with `aime`. Data sources "
         "with a built-in rule are `arithmetic` and `openai/gsm8k` (gsm8k), `lighteval/MATH`, "
         "`DigitalLearningGmbH/MATH-lighteval` and `HuggingFaceH4/MATH-500` (math).",
         effect=REWARD,
@@ -57,8 +57,8 @@ class Reward(Section):
     )
     remote_form: Literal["items", "openrlhf"] = Field(
         "items",
-        description="Request and response format of the endpoint. docs/rewards.md describes `items`. `openrlhf` sends "
-        "the lists `query`, `prompts` and `labels` and expects `rewards`.",
+        description="Request and response format of the endpoint. `lockstep help rewards` describes `items`. "
+        "`openrlhf` sends the lists `query`, `prompts` and `labels` and expects `rewards`.",
         effect=Effect("matters", "requests to the endpoint have another format"),
     )
     format: str | None = Field(

@@ -87,7 +87,7 @@ class EngineSettings(Section):
     engine: Annotated[str, Named(ENGINES)] = Field(
         "native",
         description="`native` is the built-in engine; `hf` is Hugging Face `generate` (slow, for comparison); "
-        "`vllm` and `sglang` are servers with a separate copy of the weights (docs/engines.md).",
+        "`vllm` and `sglang` are servers with a separate copy of the weights (`lockstep help engines`).",
         effect=Effect(
             "matters",
             "the engines sample from the same distribution, with other kernels and, for a server, another "

@@ -76,9 +76,9 @@ _TOOLS = f"writes rows for verl's example tools; {_VERLS} and its columns tools_
 OTHERS = {
     "hellaswag": f"writes questions for which verl has no reward rule; {_VERLS}; set reward.function",
     "full_hh_rlhf": f"writes SFT, reward-model and RL rows of one data set; {_VERLS}",
-    "geo3k": f"writes images; {_VERLS} (docs/vision.md)",
-    "geo3k_multiturn_w_tool": f"writes images; {_VERLS} (docs/vision.md)",
-    "pokemon": f"writes images; {_VERLS} (docs/vision.md)",
+    "geo3k": f"writes images; {_VERLS} (`lockstep help vision`)",
+    "geo3k_multiturn_w_tool": f"writes images; {_VERLS} (`lockstep help vision`)",
+    "pokemon": f"writes images; {_VERLS} (`lockstep help vision`)",
     "gsm8k_multiturn_w_tool": _TOOLS,
     "gsm8k_tool_agent_loop": _TOOLS,
     "aime2024_multiturn_w_tool": _TOOLS,

@@ -272,7 +272,7 @@ def _elsewhere(key: str) -> str:
 
 def _no_such_key(placed: PlacedOverride) -> Problem:
     near = nearest_name(placed.key, list(stored_keys()))
-    remedy = f"did you mean {near}?" if near else "remove the key, or look for it in the table of keys in docs/"
+    remedy = f"did you mean {near}?" if near else "remove the key; `lockstep help verl-keys` lists the known keys"
     return Problem(placed.shown, "no release of verl has such a key", remedy, code="unknown-key")
 
 

@@ -41,7 +41,7 @@ def tower_tensors(config: Any, folder: str, where: str) -> list[str]:
         places = _places(model, [name for file in files for name in stored_names(file)])
     except (*RUN_ERRORS, OSError) as error:
         why = f"its tensors for images or audio cannot be found: {first_line(error)}"
-        remedy = "use a model that docs/models.md lists as supported"
+        remedy = "use a model that `lockstep help models` lists as supported"
         raise Refusal.at(where, why, remedy, code="unsupported-model") from error
     refuse_all(
         [

@@ -2,7 +2,7 @@
 
 The test examines the difference of the curves: its drift, windows of steps, the end of the run, its trend, its scatter
 and single steps. Without repeats, the test also examines whether the curves move in opposite directions. The formulas
-and the measured error rates are in docs/compare.md.
+and the measured error rates are in docs/verdict.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 All functions work along the last axis, which is the steps. The functions accept leading axes, so that many comparisons
 can be computed at once. "Memory" is the lag-1 autocorrelation of the noise; the short-memory model is AR(1). The
-formulas are in docs/compare.md.
+formulas are in docs/verdict.md.
 
 Differences between runs are compressed by an inverse hyperbolic sine before they are averaged, so that outliers have
 little weight. The difference of each pair of runs is compressed separately. The difference of two runs of the same

@@ -36,7 +36,7 @@ _FUNCTIONS = (
 )
 _LENGTH = ("run.steps", "run.epochs")
 UNREAD = Effect("harmless", "neither side uses it")
-UNKNOWN = Effect("matters", "the effect of this key is unknown; see docs/recipe.md")
+UNKNOWN = Effect("matters", "the effect of this key is unknown; see `lockstep help recipe`")
 MAX_SAMPLES = 8
 # Keys of the recorded device information that are not software versions.
 _NO_VERSION = {"name", "chip", "count", "memory", "visible", "threads", "instructions", "kernel", "torch"}
