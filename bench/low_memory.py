@@ -70,7 +70,7 @@ CASES = {
     "grpo-8b": Case(22, EIGHT, "grpo", (512, 2048), 1, GROUPS, 2),
     "qlora-70b": Case(80, SEVENTY, "sft", ROW, 1, (LORA, NF4, AGAIN, "batch.tokens=4096"), 3),
 }
-TINY = Shape(2, 64, 4, 2, 16, 176, 300, context=131072)
+TINY = Shape(3, 64, 4, 2, 16, 176, 300, context=131072)
 # Cases that are calls of other benchmarks: arguments on CUDA, and in a trial with tiny models.
 TRIAL_WORK = ("--shape", "tiny", "--prompts", "4", "--prompt", "16", "--response", "8", "--repeats", "1")
 CALLS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
