@@ -21,7 +21,7 @@ from lockstep.train.offline import train_offline
 from runs import difference, facts, stored
 
 # eps above the noise of gradients: Adam's first steps would blow a rounding difference up to a whole step.
-NF4 = ["model.quantize=nf4", "model.lora.rank=4", "optim.eps=1e-4", "optim.lr=1e-2", "run.export=false", "run.steps=2"]
+NF4 = ["model.quantize=nf4", "model.lora.rank=4", "optim.eps=1e-4", "optim.lr=1e-2", "optim.warmup=0", "run.steps=2"]
 # Matrices of an adapter with 4,096 elements have moments in 8 bits.
 EIGHT_BITS = ["model.quantize=nf4", "model.lora.rank=32", "optim.name=adamw8bit", "optim.lr=1e-2", "run.export=false"]
 LAYOUTS = {
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("online", [False, True], ids=["sft", "ppo"])
 def test_quantised_weights_with_each_parallel_key(tmp_path: Path, model: Path, online: bool) -> None:
     recipe = write_online_recipe(tmp_path, model) if online else write_sft_recipe(tmp_path, model)
-    words = [*NF4, *(["method=ppo", "rollout.n=1", "log.samples=99"] if online else [])]
+    words = [*NF4, "run.export=false", *(["method=ppo", "rollout.n=1", "log.samples=99"] if online else [])]
     layouts = ONLINE_LAYOUTS if online else LAYOUTS
     jobs = [[str(recipe), *words, *layout, f"run.name={name}"] for name, layout in layouts.items()]
     done = torchrun(job_ranks.write_jobs(tmp_path, jobs), program=job_ranks.PROGRAM, processes=2)
@@ -95,7 +95,7 @@ def test_quantised_weights_and_8_bit_moments_go_on_after_a_kill_and_as_two(tmp_p
 def test_settings_of_plan_fit_train(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each printed line is a list of arguments with which the recipe trains."""
     recipe = write_sft_recipe(tmp_path, model)
-    words = ["model.dtype=bf16", "run.export=false", "run.steps=1"]
+    words = ["model.dtype=bf16", "run.export=false", "run.steps=1", "optim.warmup=0"]
     assert run("plan", recipe, *words, "--fit", "h200:0.03") == 0
     printed = capsys.readouterr().out.splitlines()
     listed = [line.partition(": ")[2].split() for line in printed if line[:1].isdigit() and "=" in line]
