@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -129,6 +130,10 @@ def train(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     code = subprocess.run(command, check=False).returncode
     if code:
         raise SystemExit(code)
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
+        for name in ("recipe.yaml", "env.json", "metrics.jsonl"):
+            shutil.copy(folder / args.side / name, args.keep / name)
     history = [metrics for _, metrics in read_metrics(folder / args.side / "metrics.jsonl")]
     found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1), "words": args.words}
     before, *_, after = [metrics for metrics in history if "val/accuracy" in metrics]
@@ -160,6 +165,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="processes that run the tool")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--keep", type=Path, help="a folder for the recipe and the metrics of the run")
     parser.add_argument("--out", help="the file of the result")
     return parser.parse_intermixed_args()
 

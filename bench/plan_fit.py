@@ -161,7 +161,7 @@ def train_within(file: str, words: Sequence[str], limit: float) -> dict[str, Any
     from lockstep.train.checkpointing import Checkpointer
     from lockstep.train.start import run_recipe
 
-    Checkpointer.save = lambda *_: None  # type: ignore[method-assign]  # gigabytes that nobody reads
+    Checkpointer.save = lambda *_, **__: None  # type: ignore[method-assign]  # gigabytes that nobody reads
     recipe = load_recipe(file, list(words))
     device = select(recipe.device)
     draw_weights(device.torch_device(0))

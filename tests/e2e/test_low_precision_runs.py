@@ -197,12 +197,14 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_fp8_training_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
-    words = ["model.matmul=fp8", "run.steps=4", "checkpoint.every=2", "run.export=false"]
+    words = ["model.matmul=fp8", "model.matmul_exclude_ends=0", "run.steps=4", "checkpoint.every=2", "run.export=false"]
     runs = tmp_path / "runs"
     assert run("train", recipe_file, "run.name=whole", *words) == 0
     killed(["train", recipe_file, "run.name=parts", *words], lines(runs / "parts" / "metrics.jsonl", 3))
     assert run("train", recipe_file, "run.name=parts", *words) == 0
-    assert run("train", recipe_file, "run.name=plain", *words, "model.matmul=null") == 0
+    plain = ["model.matmul=null" if word == "model.matmul=fp8" else word for word in words]
+    plain.remove("model.matmul_exclude_ends=0")
+    assert run("train", recipe_file, "run.name=plain", *plain) == 0
     one, two = (stored(runs / name, 4) for name in ("parts", "whole"))
     assert all(torch.equal(one[name], two[name]) for name in two)
     losses = [[metrics["train/loss"] for metrics in metrics_of(runs / name)] for name in ("whole", "plain")]
@@ -211,7 +213,8 @@ def test_fp8_training_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -
 
 
 def test_an_online_run_trains_and_generates_in_fp8(online_file: Path, tmp_path: Path) -> None:
-    train(online_file, "model.matmul=fp8", "rollout.precision=fp8", "run.steps=2")
+    words = ["model.matmul=fp8", "model.matmul_exclude_ends=0", "rollout.precision=fp8", "run.steps=2"]
+    train(online_file, *words)
     for metrics in metrics_of(tmp_path / "runs" / "run"):
         assert metrics["actor/grad_norm"] > 0
         assert 0 < metrics["rollout_corr/k3"] < 0.1
@@ -219,12 +222,22 @@ def test_an_online_run_trains_and_generates_in_fp8(online_file: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_fp8_training_stays_in_step_with_bf16(warm_start: Path) -> None:
-    for name, matmul in (("sft-bf16", "null"), ("sft-fp8", "fp8")):
-        words = [f"run.name={name}", f"model.matmul={matmul}", f"run.folder={warm_start / 'runs'}"]
+    """From random weights at this learning rate, runs in bf16 with other micro-batches differ by 1.5 % in the mean and
+    by 2.9 % in some windows of ten steps: rounding grows. So repeats in bf16 measure the noise of the verdict."""
+    runs = warm_start / "runs"
+    sides = {"sft-bf16": [], "sft-fp8": ["model.matmul=fp8"]}
+    repeats = {f"sft-bf16-{tokens}": [f"batch.tokens={tokens}"] for tokens in (2048, 1024)}
+    for name, more in (sides | repeats).items():
+        words = [f"run.name={name}", f"run.folder={runs}", *more]
         words += [f"model.path={warm_start / 'model'}", f"data.train={warm_start / 'data' / 'sft_train.parquet'}"]
         words += [f"val.questions={warm_start / 'data' / 'val.parquet'}", "model.dtype=bf16", "run.export=false"]
         done = lockstep("train", "warmup-arithmetic", *words, timeout=4 * HANG)
         assert done.returncode == 0, done.stderr
-    runs = warm_start / "runs"
-    done = lockstep("compare", runs / "sft-bf16", runs / "sft-fp8", "--metric", "train/loss", timeout=HANG)
+    again = [word for name in repeats for word in ("--repeat", runs / name)]
+    done = lockstep("compare", runs / "sft-bf16", runs / "sft-fp8", *again, "--metric", "train/loss", timeout=HANG)
     assert done.returncode == 0, done.stdout
+    # The first steps are not chaotic yet (bf16 against bf16: 0.1 %), so there the fp8 matmuls themselves are measured:
+    # 0.9 %, and 1.7 % with model.matmul_exclude_ends=0.
+    start = lockstep("compare", runs / "sft-bf16", runs / "sft-fp8", "--steps", "1:20", "--json", timeout=HANG)
+    (loss,) = [one["figures"] for one in json.loads(start.stdout)["metrics"] if one["name"] == "train/loss"]
+    assert loss["mean_error_percent"] < 1.5

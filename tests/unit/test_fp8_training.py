@@ -19,7 +19,7 @@ from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.schema import Model
 from lockstep.types import Example, Origin, Request, Sampling
-from refusals import has_problem
+from refusals import has_problem, refuses
 
 CASES = {"normal": (6, 32, 48), "odd": (5, 33, 17), "one token": (1, 16, 16)}
 
@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
 
 
 def test_policy_and_engine_compute_in_fp8_and_the_reference_does_not(folder: Path) -> None:
-    settings = Model(path=str(folder), matmul="fp8")
+    settings = Model(path=str(folder), matmul="fp8", matmul_exclude_ends=0)
     policy = load_policy(settings, torch.device("cpu"), "sdpa", 0)
     reference = load_policy(settings, torch.device("cpu"), "sdpa", 0, frozen=True)
     replaced = [name for name, one in policy.model.named_modules() if isinstance(vars(one).get("forward"), Fp8Forward)]
@@ -127,6 +127,20 @@ def test_policy_and_engine_compute_in_fp8_and_the_reference_does_not(folder: Pat
     # Engine and trainer have the same formula. Where an activation is halfway between two codes, sums decide.
     assert (engine - low).abs().median() < 1e-3
     assert (engine - full).abs().median() > 1e-2
+
+
+def test_layers_at_both_ends_keep_their_matmuls(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> None:
+    config = Qwen2Config(**{**SIZES, "num_hidden_layers": 5})
+    deep = write_model(tmp_path_factory.mktemp("deep") / "model", config, tiny_folder)
+    for ends, inner in ((1, {"1", "2", "3"}), (2, {"2"})):
+        settings = Model(path=str(deep), matmul="fp8", matmul_exclude_ends=ends)
+        policy = load_policy(settings, torch.device("cpu"), "sdpa", 0)
+        names = [name for name, one in policy.model.named_modules() if isinstance(vars(one).get("forward"), Fp8Forward)]
+        assert {name.partition("layers.")[2].split(".")[0] for name in names} == inner
+        assert len(names) == 7 * len(inner)
+    with refuses("model.matmul_exclude_ends", "out-of-range", "all 5 layers", remedy="at most 2"):
+        settings = Model(path=str(deep), matmul="fp8", matmul_exclude_ends=3)
+        load_policy(settings, torch.device("cpu"), "sdpa", 0)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def load_policy(
     if settings.tiled_mlp is not None and not (frozen and policy.decoder.untiled()):
         policy.decoder.tile_mlps(settings.tiled_mlp)
     if settings.matmul is not None and not frozen:
-        _train_in_fp8(policy)
+        _train_in_fp8(policy, settings.matmul_exclude_ends)
     if settings.gradient_checkpointing:
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.activation_offload and not frozen:
@@ -105,10 +105,21 @@ def load_policy(
     return policy
 
 
-def _train_in_fp8(policy: Policy) -> None:
-    """Replaces the matmuls after the log-probs were compared with those of transformers, which are not in fp8."""
+def _train_in_fp8(policy: Policy, exclude_ends: int) -> None:
+    """Replaces the matmuls after the log-probs were compared with those of transformers, which are not in fp8. As many
+    layers as `exclude_ends` at the start and at the end keep their matmuls."""
     assert policy.decoder.attentions or policy.decoder.mixers  # the access finds the recurrent modules
-    found = projections(policy.decoder.layers, [mixer.module for mixer in policy.decoder.mixers])
+    layers = list(policy.decoder.layers)
+    if 2 * exclude_ends >= len(layers):
+        raise Refusal.at(
+            "model.matmul_exclude_ends",
+            f"{exclude_ends} layers at the start and at the end are all {len(layers)} layers of the model, so that no "
+            "matmul would be in fp8",
+            f"use at most {(len(layers) - 1) // 2}, or remove model.matmul",
+            code="out-of-range",
+        )
+    inner = layers[exclude_ends : len(layers) - exclude_ends]
+    found = projections(inner, [mixer.module for mixer in policy.decoder.mixers])
     policy.matmul = "fp8"
     if not train_in_fp8(found.values()):
         raise Refusal.at(

@@ -250,6 +250,14 @@ class Model(Section):
         "Weights and optimizer keep their precision. Default: matmuls in `model.dtype`.",
         effect=Effect("matters", "matmuls round to fp8; metrics diverge slowly"),
     )
+    matmul_exclude_ends: int = Field(
+        1,
+        ge=0,
+        description="`model.matmul: fp8`: number of decoder layers at the start, and as many at the end, whose matmuls "
+        "keep `model.dtype`. Rounding in these layers changes loss and gradients most.",
+        effect=Effect("matters", "other matmuls round to fp8"),
+        read_where=("model.matmul", ("fp8",)),
+    )
 
     @model_validator(mode="before")
     @classmethod
