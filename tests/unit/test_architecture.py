@@ -390,7 +390,8 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("environments/adapters/reasoning_gym_env.py",),
     "gem": ("environments/adapters/gem_env.py",),
     "websockets": ("environments/adapters/openenv_client.py",),
-    "PIL": ("vision/images.py",),
+    # The plugin runs in the Python of vLLM, which needs Pillow itself.
+    "PIL": ("vision/images.py", "rollout/servers/plugin/lockstep_samples.py"),
     "vllm": ("rollout/servers/plugin/lockstep_vllm.py", "rollout/servers/plugin/lockstep_samples.py"),
     "sglang": ("rollout/servers/plugin/*.py",),
     "torch_npu": ("device/npu.py", "kernels/*_npu.py", "kernels/attention/npu_*.py"),

@@ -216,8 +216,8 @@ _INTERN = Family(
 
 # The families by `model_type`.
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), replace(_QWEN, served=True)),
+    **dict.fromkeys(("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    "qwen2_5_vl": replace(_QWEN, served=True),
     "gemma3": _GEMMA,
     "gemma4": _GEMMA4,
     "llava": _LLAVA,
