@@ -13,7 +13,8 @@ from functools import partial
 
 from torch import nn
 
-from lockstep.kernels.fused_modules import Gather, plug_in
+from lockstep.kernels.fused_modules import Gather, KernelForward, plug_in
+from lockstep.kernels.grouped_experts import grouped_experts, stacks_experts
 from lockstep.kernels.invariant import products_by_row
 from lockstep.kernels.recurrent.package_kernels import guard_packages
 
@@ -24,6 +25,10 @@ KERNEL_PACKAGES = ("triton", "torch_npu")
 def _by_npu(model: nn.Module, gather: Gather) -> list[str]:
     from lockstep.kernels import fused_modules_npu as npu_modules
 
+    # transformers counts the tokens of experts with torch.histc, for which a device may have no integer kernel.
+    for module in model.modules():
+        if stacks_experts(module) and "forward" not in vars(module):
+            module.forward = KernelForward(grouped_experts, module)
     return plug_in(model, npu_modules.KERNELS, gather)
 
 

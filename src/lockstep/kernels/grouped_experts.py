@@ -45,9 +45,10 @@ class Moves(NamedTuple):
 
 def stacks_experts(module: nn.Module) -> bool:
     """Returns whether a module is transformers' stack of experts, whose forward has the inputs states, chosen experts
-    and their weights, and whose parameters all begin with the expert dimension."""
+    and their weights, and whose parameters all begin with the expert dimension. Quantised stacks are no such modules:
+    they have codings (`stacks`)."""
     count = vars(module).get("num_experts")
-    stacked = "_is_expert_parallel" in vars(module) and isinstance(count, int)
+    stacked = "_is_expert_parallel" in vars(module) and isinstance(count, int) and not hasattr(module, "stacks")
     parameters = list(module.parameters())
     return stacked and bool(parameters) and all(one.dim() >= 2 and len(one) == count for one in parameters)
 
