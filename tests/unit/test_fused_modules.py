@@ -29,6 +29,7 @@ from lockstep.kernels.fused_modules import (
     ModuleKernel,
     Rotary,
     are_experts,
+    is_gelu_gated,
     is_rms_norm,
     is_silu_gated,
     plug_in,
@@ -223,6 +224,16 @@ def test_a_feed_forward_that_clamps_keeps_its_own_code() -> None:
     mlp.limit = experts.limit = float("inf")
     assert is_silu_gated(mlp)
     assert are_experts(experts)
+
+
+def test_projections_that_clamp_are_not_fused() -> None:
+    """The tower of Gemma 4 wraps its linear layers, and the wrapper may clamp."""
+    modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    config = modeling.Gemma4VisionConfig(hidden_size=16, intermediate_size=32, hidden_activation="gelu_pytorch_tanh")
+    mlp = modeling.Gemma4VisionMLP(config)
+    assert not is_gelu_gated(mlp)
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = (one.linear for one in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    assert is_gelu_gated(mlp)
 
 
 def test_a_norm_with_a_gate_is_no_plain_norm() -> None:
