@@ -116,8 +116,8 @@ def _trajectory_text(rollout: Rollout) -> str:
 def _trajectory_rows(row: dict[str, Any]) -> tuple[TrajectoryRow, ...]:
     ends = list(accumulate(row.get("row_lengths") or (), initial=0))
     spans = [slice(start, stop) for start, stop in pairwise(ends)]
-    read = _read_routes(row)
-    routes: Sequence[np.ndarray | None] = read if read else [None] * len(spans)
+    routes: list[np.ndarray | None] = [*_read_routes(row)]
+    routes = routes or [None] * len(spans)
     return tuple(
         TrajectoryRow(row["ids"][at], row["trained"][at], row["logprobs"][at], route)
         for at, route in zip(spans, routes, strict=True)
