@@ -457,6 +457,17 @@ def test_a_push_that_fails_half_way_leaves_a_server_that_the_next_run_can_use(
             assert [each.ids for each in made] == [each.ids for each in run(native(policy, folder), requests, GREEDY)]
 
 
+def test_a_server_that_a_lost_run_has_left_paused_is_resumed(
+    policy: Policy, folder: Path, requests: list[Request]
+) -> None:
+    """As after a cut of the network in the middle of a push: nobody could resume it, and its health fails."""
+    with serving(folder, *FLAGS) as server:
+        server.engine.paused = "abort"
+        with engine_at(policy, folder, server, server={"start_timeout": 2.0}) as engine:
+            made = run(engine, requests, GREEDY)
+        assert [each.ids for each in made] == [each.ids for each in run(native(policy, folder), requests, GREEDY)]
+
+
 def test_files_that_do_not_hold_what_was_announced_are_not_pushed(policy: Policy, folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +310,15 @@ class Sglang:
     # -- health
 
     def healthy(self, client: Channel) -> None:
-        client.get("/health", seconds=SWITCH_SECONDS)
+        try:
+            client.get("/health", seconds=SWITCH_SECONDS)
+        except ServerFailed as error:
+            if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
+            # `/health` of a paused server fails, because it generates. A push that lost its connection, or its run,
+            # leaves the server paused; no request goes to it before the next push has set its weights.
+            self.resume(client)
+            client.get("/health", seconds=SWITCH_SECONDS)
 
     def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata:
         info = client.get("/server_info")
