@@ -422,8 +422,8 @@ def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     For stale responses, the loss clips against the policy that generated them (`bypass`). An importance weight alone
     does not keep the policy near the policy that generated the responses (measured in docs/asynchronous.md), so the
     weight is the default only for losses that do not clip. A serving engine has the current weights, so its log-probs
-    differ only by rounding and an importance weight is sufficient. With `rollout.precision`, they differ by the rounding
-    of quantised weights, and an importance weight corrects for it.
+    differ only by rounding and an importance weight is sufficient. With `rollout.precision`, they differ by the
+    rounding of quantised weights, and an importance weight corrects for it.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
     low_precision = recipe.rollout.low_precision is not None
