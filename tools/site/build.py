@@ -175,8 +175,10 @@ def collect(folder: Path) -> None:
 
 
 def write_search_index(folder: Path) -> None:
-    """Leaves out the copies of English pages in the Chinese part. The plugin `offline` wrote the script for pages
-    without a web server before the Chinese pages were indexed, so it is written again."""
+    """Leaves out the copies of English pages in the Chinese part.
+
+    The plugin `offline` wrote search_index.js before the Chinese pages were indexed, so it is written again.
+    """
     index = json.loads((folder / "search_index.json").read_text(encoding="utf-8"))
     translated = {site_path(source).replace(".zh.md", ".html") for source in sources() if source.endswith(".zh.md")}
 
