@@ -196,7 +196,7 @@ class Vllm:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
         with _unless_unknown():
-            # Features of images, which the previous tower computed. vLLM 0.32 drops them in a pause, too.
+            # Features of images, which the previous tower computed.
             client.post("/reset_encoder_cache", seconds=SWITCH_SECONDS)
 
     def version(self, client: Channel) -> str:
