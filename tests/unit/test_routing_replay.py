@@ -219,7 +219,9 @@ def without_prompt(routes: np.ndarray, prompt: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("wrong", [None, shifted_token, shifted_layer, without_prompt], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [None, shifted_token, shifted_layer, without_prompt], ids=["right", "token", "layer", "prompt"]
+)
 def test_the_trainer_uses_the_recorded_experts(
     folder: Path, requests: list[Request], made: list[Completion], packed: bool, wrong: Any
 ) -> None:
