@@ -148,6 +148,7 @@ def test_supervised_fine_tuning(
     ("name", "processes", "layout", "words"),
     [
         ("qwen3", 2, ["parallel.expert_parallel=2"], ["algorithm.kl.where=loss"]),
+        ("qwen3", 2, ["parallel.expert_parallel=2"], ["algorithm.routing_replay=rollout"]),
         ("qwen2", 4, ["parallel.expert_parallel=2"], []),
         ("qwen3", 4, ["parallel.expert_parallel=2", "parallel.tensor_parallel=2"], []),
         ("qwen3", 2, ["parallel.expert_parallel=2"], ADAPTER),
