@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lockstep.device.cpu import Cpu
-from lockstep.model.expert_plan import try_experts
+from lockstep.model.division.expert_plan import try_experts
 from lockstep.parallel.sharding import sharding_of
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_parallel import Parallel

@@ -18,7 +18,7 @@ from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda
 from lockstep.device.select import DEVICES
-from lockstep.model.tensor_trial import try_division
+from lockstep.model.division.tensor_trial import try_division
 from lockstep.parallel.sharding import sharding_of
 from lockstep.parallel.world import joined
 from lockstep.recipe.keys_parallel import Parallel

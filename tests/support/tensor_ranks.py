@@ -32,9 +32,9 @@ from lockstep.device.cpu import Cpu
 from lockstep.model import tensor_trial
 from lockstep.model.check import build_miniature
 from lockstep.model.decoder import inner_decoder
+from lockstep.model.division.tensor_plan import styles_of
+from lockstep.model.division.tensor_trial import try_division
 from lockstep.model.policy import Policy
-from lockstep.model.tensor_plan import styles_of
-from lockstep.model.tensor_trial import try_division
 from lockstep.model.trials import Unfit
 from lockstep.parallel.sharding import by_mesh, shard, sharding_of, total_norm, whole
 from lockstep.parallel.tensor import Style, TensorGroup, divide, with_tensor

@@ -22,10 +22,10 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention.masks import ROWS
 from lockstep.kernels.fused import fuse, replaced
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
+from lockstep.model.division.tensor_plan import refuse_indivisible
+from lockstep.model.division.tensor_trial import try_division
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
-from lockstep.model.tensor_plan import refuse_indivisible
-from lockstep.model.tensor_trial import try_division
 from lockstep.model.text_model import text_config
 from lockstep.model.trials import Unfit
 from lockstep.parallel.context import ContextGroup

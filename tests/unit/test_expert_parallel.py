@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from conftest import write_online_recipe, write_sft_recipe
 from lockstep.errors import Refusal
-from lockstep.model.expert_plan import refuse_undivided_experts
+from lockstep.model.division.expert_plan import refuse_undivided_experts
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.sharding import Grid, grid_of
 from lockstep.preflight.cluster import cluster_named, model_cost

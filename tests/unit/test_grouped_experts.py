@@ -15,7 +15,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from lockstep.kernels.grouped_experts import grouped_experts, stacks_experts
+from lockstep.kernels.experts.grouped_experts import grouped_experts, stacks_experts
 from lockstep.model.adapters.expert_adapters import adapt_experts
 
 TOKENS, WIDTH, EXPERTS = 20, 32, 6

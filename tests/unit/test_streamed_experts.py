@@ -21,12 +21,12 @@ from lockstep.errors import Refusal
 from lockstep.model import export_folder as export
 from lockstep.model import streamed as conversion
 from lockstep.model.decoder import decoder_layers
+from lockstep.model.division.tensor_plan import styles_of
 from lockstep.model.load import with_lora
 from lockstep.model.load_folder import ModelFolders, divide_model, stream_transformers
 from lockstep.model.miniature import miniature_config, randomise
 from lockstep.model.resolve import folders_of
 from lockstep.model.streamed import Made, Streamed
-from lockstep.model.tensor_plan import styles_of
 from lockstep.model.weights import digits_of
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import Sharding

@@ -20,8 +20,8 @@ from transformers import (
 
 from conftest import run, write_online_recipe, write_sft_recipe
 from lockstep.errors import Refusal
+from lockstep.model.division.tensor_plan import refuse_indivisible
 from lockstep.model.miniature import miniature_config
-from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.model.tiny import write_tiny
 from lockstep.preflight.memory_plan import plan_memory
 from lockstep.preflight.model_sizes import count_parameters

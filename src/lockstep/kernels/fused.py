@@ -13,8 +13,8 @@ from functools import partial
 
 from torch import nn
 
+from lockstep.kernels.experts.grouped_experts import grouped_experts, stacks_experts
 from lockstep.kernels.fused_modules import Gather, KernelForward, plug_in
-from lockstep.kernels.grouped_experts import grouped_experts, stacks_experts
 from lockstep.kernels.invariant import products_by_row
 from lockstep.kernels.recurrent.package_kernels import guard_packages
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.device.base import first_sentence
-from lockstep.kernels.grouped_experts import ADAPTERS, stacks_experts
+from lockstep.kernels.experts.grouped_experts import ADAPTERS, stacks_experts
 
 # Number of token rows in the input of a kernel trial, more rows than one tile of a device's vector unit has.
 TOKENS = 64

@@ -11,6 +11,8 @@ from torch import nn
 from triton.errors import TritonError
 
 from lockstep.kernels.decode.experts_triton import experts, experts_fit
+from lockstep.kernels.experts.grouped_experts import ADAPTERS, Moves, grouped_experts
+from lockstep.kernels.experts.grouped_experts_triton import gate, to_experts, to_tokens
 from lockstep.kernels.fused_modules import (
     GELU_TANH,
     PROJECTIONS,
@@ -28,8 +30,6 @@ from lockstep.kernels.fused_modules import (
     is_silu_gated,
     norm_groups,
 )
-from lockstep.kernels.grouped_experts import ADAPTERS, Moves, grouped_experts
-from lockstep.kernels.grouped_experts_triton import gate, to_experts, to_tokens
 from lockstep.kernels.norm_triton import norm_fits, rms_norm
 from lockstep.kernels.recurrent.gated_norm_triton import gated_norm, gated_norm_fits
 from lockstep.kernels.rotary_triton import rotary_fits, rotate

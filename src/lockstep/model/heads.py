@@ -14,7 +14,8 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.adapters.active import TRAINED, saved_copies
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
-from lockstep.model.expert_plan import check_experts
+from lockstep.model.division.expert_plan import check_experts
+from lockstep.model.division.tensor_trial import check_division
 from lockstep.model.load_folder import (
     DTYPES,
     ModelFolders,
@@ -28,7 +29,6 @@ from lockstep.model.load_folder import (
     spread,
 )
 from lockstep.model.lora import put_adapter
-from lockstep.model.tensor_trial import check_division
 from lockstep.model.text_model import LanguageModel, text_config
 from lockstep.model.towers.vision_model import freeze_towers, loaded_kind, refuse_no_towers
 from lockstep.model.weights import NONE, digits_of

@@ -12,7 +12,8 @@ from lockstep.kernels.fused import fuse
 from lockstep.kernels.quantized.fp8_linear import train_in_fp8
 from lockstep.kernels.quantized.projections import projections
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, unsupported
-from lockstep.model.expert_plan import check_experts
+from lockstep.model.division.expert_plan import check_experts
+from lockstep.model.division.tensor_trial import check_division
 from lockstep.model.heads import ValueModel, build_value_model
 from lockstep.model.load_folder import (
     DTYPES,
@@ -29,7 +30,6 @@ from lockstep.model.lora import with_adapter
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import refuse_partial, tokenizer_of
 from lockstep.model.resolve import folders_of, model_folder, stored_adapter
-from lockstep.model.tensor_trial import check_division
 from lockstep.model.towers.vision_model import freeze_towers, loaded_kind, refuse_no_towers
 from lockstep.model.weights import digits_of, read_places
 from lockstep.parallel.sharding import Sharding

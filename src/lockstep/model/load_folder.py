@@ -24,13 +24,13 @@ from lockstep.model.adapters.expert_adapters import adapt_experts, innermost
 from lockstep.model.adapters.lora_init import ReadWeight, fill_norms, unset_norms
 from lockstep.model.check import enter
 from lockstep.model.decoder import inner_decoder
-from lockstep.model.expert_plan import expert_modules, without_experts
+from lockstep.model.division.expert_plan import expert_modules, without_experts
+from lockstep.model.division.tensor_plan import styles_of, with_adapters
 from lockstep.model.lora import NewAdapter
 from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
 from lockstep.model.quantized.quantize import quantize_loaded
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization
 from lockstep.model.streamed import InFiles, Streamed, blocks_of, streamed
-from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.text_model import no_language_model
 from lockstep.parallel.expert import divide_experts
 from lockstep.parallel.sharding import Sharding, shard, unit_gathered

@@ -75,14 +75,14 @@ LOAD_BALANCE = Trial(
 TENSOR_PARALLEL = Trial(
     "tensor_parallel",
     "before weights load, with parallel.tensor_parallel above 1",
-    "model.tensor_trial.check_division",
+    "model.division.tensor_trial.check_division",
     "a small model gives the same log-probs and gradients undivided and divided over the ranks",
     cached=True,
 )
 EXPERT_PARALLEL = Trial(
     "expert_parallel",
     "before weights load, with parallel.expert_parallel above 1",
-    "model.expert_plan.check_experts",
+    "model.division.expert_plan.check_experts",
     "a small model gives the same log-probs and gradients undivided and with its experts divided over the ranks",
     cached=True,
 )

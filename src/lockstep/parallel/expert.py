@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import Refusal
+from lockstep.kernels.experts.grouped_experts import expert_counts, grouped_experts, to_experts, to_tokens
 from lockstep.kernels.fused_modules import KernelForward
-from lockstep.kernels.grouped_experts import expert_counts, grouped_experts, to_experts, to_tokens
 from lockstep.parallel.tensor import (
     TensorGroup,
     hide_parts,

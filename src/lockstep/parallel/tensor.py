@@ -2,10 +2,10 @@
 
 With a group size of N, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. All ranks of a group
 process the same tokens. The input projections of attention and MLP are split by output (column parallel, in complete
-heads). The output projections of attention and MLP are split by input (row parallel). `model/tensor_plan.py` finds
-these modules. Row-parallel outputs are all-reduced, so activations between layers are the same on every rank. Weights
-are DTensors over the group. During a module's forward its DTensors are replaced by local plain tensors, so that any
-kernel can be used.
+heads). The output projections of attention and MLP are split by input (row parallel). `model/division/tensor_plan.py`
+finds these modules. Row-parallel outputs are all-reduced, so activations between layers are the same on every rank.
+Weights are DTensors over the group. During a module's forward its DTensors are replaced by local plain tensors, so that
+any kernel can be used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import Refusal
-from lockstep.kernels.grouped_experts import ADAPTERS
+from lockstep.kernels.experts.grouped_experts import ADAPTERS
 from lockstep.parallel.world import HOST_COLLECTIVE, TIMEOUT, World
 
 if TYPE_CHECKING:

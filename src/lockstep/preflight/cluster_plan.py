@@ -9,9 +9,9 @@ from typing import Any
 
 from lockstep.device.select import DEVICES
 from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.model.division.tensor_plan import Indivisible, refuse_heads
 from lockstep.model.load import load_config
 from lockstep.model.load_folder import DTYPES
-from lockstep.model.tensor_plan import Indivisible, refuse_heads
 from lockstep.model.text_model import text_config
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.async_worker import WORKER, refuse_beside, with_worker

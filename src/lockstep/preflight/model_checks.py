@@ -14,7 +14,8 @@ from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.methods import METHODS
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import decoder_layers, refuse_untiled
-from lockstep.model.expert_plan import refuse_undivided_experts
+from lockstep.model.division.expert_plan import refuse_undivided_experts
+from lockstep.model.division.tensor_plan import refuse_indivisible
 from lockstep.model.heads import refuse_no_classifier
 from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.load_folder import DTYPES, kernel_of
@@ -25,7 +26,6 @@ from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_r
 from lockstep.model.routing import KEY as ROUTING_KEY
 from lockstep.model.routing import refuse_unknown_routers
 from lockstep.model.streamed import weight_files
-from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.model.text_model import model_on_meta, placeholder_ids, text_config
 from lockstep.model.towers.tower import tower_tensors
 from lockstep.preflight.prepared import Context, problems_of

@@ -21,14 +21,14 @@ from lockstep.methods import METHODS
 from lockstep.model.adapters.active import lora_layers
 from lockstep.model.adapters.expert_adapters import innermost
 from lockstep.model.decoder import decoder_layers, inner_decoder
-from lockstep.model.expert_plan import expert_modules
+from lockstep.model.division.expert_plan import expert_modules
+from lockstep.model.division.tensor_plan import divided_parameters, part_shapes, styles_of, with_adapters
 from lockstep.model.load import load_config
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.lora import with_adapter
 from lockstep.model.quantized.quantize import quantizable, stacks_of
 from lockstep.model.resolve import checked_adapter
 from lockstep.model.streamed import loaded_whole
-from lockstep.model.tensor_plan import divided_parameters, part_shapes, styles_of, with_adapters
 from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
 from lockstep.model.towers.vision_model import freeze_towers, loaded_kind
 from lockstep.optimizers.roles import roles_of

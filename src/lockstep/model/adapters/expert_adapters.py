@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import Refusal
+from lockstep.kernels.experts.grouped_experts import ADAPTERS, LowRank, grouped_experts, stacks_experts
 from lockstep.kernels.fused_modules import KernelForward
-from lockstep.kernels.grouped_experts import ADAPTERS, LowRank, grouped_experts, stacks_experts
 from lockstep.model.adapters.active import lora_layers
 from lockstep.parallel.tensor import TensorGroup
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Problem, Refusal, first_line
-from lockstep.kernels.grouped_experts import stacks_experts
+from lockstep.kernels.experts.grouped_experts import stacks_experts
 from lockstep.model.check import RUN_ERRORS, build_miniature
 from lockstep.model.decoder import decoder_layers, inner_decoder
+from lockstep.model.division.tensor_plan import Indivisible, styles_of
+from lockstep.model.division.tensor_trial import compare, run_packed
 from lockstep.model.policy import Policy
 from lockstep.model.quantized.quantized_folder import readable_quantization
-from lockstep.model.tensor_plan import Indivisible, styles_of
-from lockstep.model.tensor_trial import compare, run_packed
 from lockstep.model.text_model import model_on_meta
 from lockstep.model.trials import EXPERT_PARALLEL, Unfit, hardware, run_trial
 from lockstep.parallel.expert import KEY, ExpertGroup, divide_experts

@@ -14,9 +14,9 @@ from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Problem, first_line
 from lockstep.model.check import LENGTHS, RUN_ERRORS, build_miniature, packed_row, tokens, weights_of
 from lockstep.model.decoder import inner_decoder
+from lockstep.model.division.tensor_plan import KEY, REMEDY, Indivisible, styles_of
 from lockstep.model.miniature import WORDS
 from lockstep.model.policy import Policy
-from lockstep.model.tensor_plan import KEY, REMEDY, Indivisible, styles_of
 from lockstep.model.trials import TENSOR_PARALLEL, Unfit, hardware, run_trial
 from lockstep.parallel.sharding import Sharding, whole
 from lockstep.parallel.tensor import TensorGroup, divide

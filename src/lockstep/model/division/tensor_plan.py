@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lockstep.errors import Problem, Refusal
-from lockstep.kernels.grouped_experts import stacks_experts
+from lockstep.kernels.experts.grouped_experts import stacks_experts
 from lockstep.kernels.mixers import RECURRENT_KINDS, layer_kinds
 from lockstep.kernels.quantized.formats import NF4_BLOCK
 from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
