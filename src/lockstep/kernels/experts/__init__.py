@@ -1,1 +1,1 @@
-"""Matmuls over the experts of a layer in training: tokens sorted once, one product per expert or one grouped product."""
+"""Matmuls over the experts of a layer in training: tokens are sorted once, and each expert computes its own."""
