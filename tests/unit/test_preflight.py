@@ -26,6 +26,7 @@ from lockstep.preflight import checks
 from lockstep.preflight.checks import CHECKS, CheckStage, PreflightCheck
 from lockstep.recipe import load_recipe
 from lockstep.train.start import run_recipe
+from vision_families import write_family
 
 CHAT = [{"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}] * 4
 PAIRS = [{"prompt": "x" * 12, "chosen": "a" * 30, "rejected": "b" * 30}] * 4
@@ -104,6 +105,13 @@ def tensor_division(broken: Broken) -> list[str]:
     return ["parallel.tensor_parallel=3"]
 
 
+def expert_division(broken: Broken) -> list[str]:
+    """The tiny model has no experts."""
+    one_process(broken)
+    broken.patch.setattr("lockstep.run.runtime.with_experts", alone, raising=False)
+    return ["parallel.expert_parallel=2"]
+
+
 def packages(broken: Broken) -> list[str]:
     broken.patch.setattr(
         checks, "unfit_packages", lambda *_: [Problem("package torch", "does not match", code="unfit-package")]
@@ -155,6 +163,13 @@ def engine_device(broken: Broken) -> list[str]:
     return ["rollout.engine=vllm", "rollout.weight_sync=collective"]
 
 
+def served_images(broken: Broken) -> list[str]:
+    """Images of Gemma 3 were not tested with vLLM."""
+    broken.patch.setattr("lockstep.rollout.servers.server_process.refuse_absent", lambda *_: None)
+    folder = write_family("gemma3", broken.folder / "family")
+    return [f"model.path={folder}", "model.vision=freeze", "rollout.engine=vllm"]
+
+
 def trackers(broken: Broken) -> list[str]:
     def absent(name: str) -> Any:
         raise Refusal.at("package swanlab", "is not installed", code="missing-package")
@@ -181,6 +196,7 @@ CASES: dict[str, Case] = {
     "parallel.device_mesh": ("sft", lambda broken: ["parallel.shard=2"]),
     "parallel.offloaded_weights": ("sft", lambda broken: ["parallel.offload=params"]),
     "parallel.tensor_division": ("sft", tensor_division),
+    "parallel.expert_division": ("sft", expert_division),
     "device.packages": ("sft", packages),
     "run.resumed_run": ("sft", resumed_run),
     "run.finished_run": ("sft", finished_run),
@@ -191,6 +207,7 @@ CASES: dict[str, Case] = {
     "model.open_config": ("sft", lambda broken: [broken.model("config.json")]),
     "model.tokenizer_of_model": ("sft", lambda broken: [broken.model(vocab_size=100)]),
     "model.routers": ("sft", routers),
+    "model.replayed_routers": ("grpo", lambda broken: ["algorithm.routing_replay=rollout"]),
     "model.classifier": ("rm", classifier),
     "model.architectures": (
         "sft",
@@ -202,6 +219,7 @@ CASES: dict[str, Case] = {
     "rollout.async_worker": ("grpo", async_worker),
     "rollout.engine_package": ("grpo", lambda broken: ["rollout.engine=vllm"]),
     "rollout.engine_device": ("grpo", engine_device),
+    "rollout.served_images": ("grpo", served_images),
     "rollout.stop_ids": ("grpo", lambda broken: ["rollout.stop_ids=[99999]"]),
     "rollout.rollout_function": (
         "grpo",
