@@ -48,6 +48,7 @@ class FakeModels:
 
     def __init__(self, *, critic: bool = False, old: Sequence[float] = OLD):
         self.critic = object() if critic else None
+        self.module = torch.nn.Identity()
         self._vectors = {"old": old, "reference": REFERENCE, "values": VALUES}
         self._used = dict.fromkeys(self._vectors, 0)
         self.asked: list[tuple[str, list[MicroBatch]]] = []

@@ -242,11 +242,10 @@ def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
     ("keys", "where"),
     [
         ({"method": "grpo", "rollout": {"engine": "hf"}}, "rollout.engine"),
-        ({"method": "grpo", "rollout": {"engine": "vllm"}}, "rollout.engine"),
+        ({"method": "grpo", "rollout": {"engine": "sglang"}}, "rollout.engine"),
         ({"val": {"questions": "q.jsonl"}, "rollout": {"engine": "hf"}}, "rollout.engine"),
-        ({"method": "grpo", "rollout": {"max_staleness": 1}}, "rollout.max_staleness"),
         ({"method": "grpo", "rollout": {"precision": "int8"}}, "rollout.precision"),
-        ({"method": "grpo", "rollout": {"environment": "maze"}}, "rollout.environment"),
+        ({"method": "grpo", "rollout": {"agent": "agent.py:run"}}, "rollout.agent"),
         ({"method": "grpo", "reward": {"model": "rm"}}, "reward.model"),
         ({"method": "distill"}, "model.vision"),
         ({"model": {"lora": {"rank": 4}}}, "model.vision"),

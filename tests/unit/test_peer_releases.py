@@ -94,8 +94,12 @@ def newest_default(table: str, key: str) -> Any:
     return None
 
 
-# These keys are in no configuration; verl's code has their defaults. One table serves PPO and SFT.
-OF_THE_CODE = "reward_model.reward_kwargs.overlong_buffer_cfg"
+# The configuration for FSDP does not have these keys; verl's code or its Megatron configuration has their defaults. One
+# table serves PPO and SFT.
+OF_THE_CODE = (
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "actor_rollout_ref.actor.megatron.router_replay.mode",
+)
 SHARED = {("sft", "trainer.n_gpus_per_node"): 1}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hang import HANG, wait_until
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal
 from lockstep.launch import ray_launcher
 from lockstep.launch.ray_launcher import refuse_unreachable
 from lockstep.launch.ray_rank import RankOutput, RankProcess
@@ -32,8 +32,8 @@ def all_of(rank: RankProcess) -> RankOutput:
 
 def test_what_a_rank_says_and_how_it_ends(tmp_path: Path) -> None:
     good, bad = RankProcess(), RankProcess()
-    good.start(["recipes"], {"RANK": "0"}, str(tmp_path))
-    bad.start(["train", "nowhere.yaml"], {"RANK": "0"}, str(tmp_path))
+    good.start(["recipes"], {"RANK": "0"}, str(tmp_path), str(tmp_path), 0)
+    bad.start(["train", "nowhere.yaml"], {"RANK": "0"}, str(tmp_path), str(tmp_path), 0)
     heard = all_of(good)
     assert heard.status == 0
     assert any(
@@ -47,7 +47,7 @@ def test_what_a_rank_says_and_how_it_ends(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/environ").is_file(), reason="looks for processes in /proc")
 def test_a_stopped_rank_can_be_ended(tmp_path: Path) -> None:
     rank = RankProcess()
-    rank.start(["recipes", f"run.folder={tmp_path}"], {"RANK": "0"}, None)
+    rank.start(["recipes", f"run.folder={tmp_path}"], {"RANK": "0"}, None, str(tmp_path), 0)
     rank.send(signal.SIGSTOP)
     try:
         wait_until(lambda: ranks_of(tmp_path).keys() == {0})
@@ -59,8 +59,8 @@ def test_a_stopped_rank_can_be_ended(tmp_path: Path) -> None:
 
 
 def test_a_node_without_the_folder_is_refused(tmp_path: Path) -> None:
-    problem = RankProcess().start(["recipes"], {}, str(tmp_path / "nowhere"))
-    assert problem is not None
+    problem = RankProcess().start(["recipes"], {}, str(tmp_path / "nowhere"), str(tmp_path), 0)
+    assert isinstance(problem, Problem)
     assert os.uname().nodename in problem.why
 
 

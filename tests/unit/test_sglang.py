@@ -418,7 +418,7 @@ def test_keys_and_values_of_earlier_weights_are_found_by_the_probe(policy: Polic
             said = {"model_path": str(weights.files[0].parent), "flush_cache": False}
             line.post("/update_weights_from_disk", said)
 
-        def flush(self, line: Any) -> None:
+        def flush(self, line: Any, images: bool) -> None:
             """Forgotten."""
 
     with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, server_adapter=Forgetful()) as engine:

@@ -23,7 +23,7 @@ from lockstep.model import streamed as conversion
 from lockstep.model.decoder import decoder_layers
 from lockstep.model.division.tensor_plan import styles_of
 from lockstep.model.load import with_lora
-from lockstep.model.load_folder import ModelFolders, divide_model, stream_transformers
+from lockstep.model.load_folder import ModelDivision, ModelFolders, divide_model, stream_transformers
 from lockstep.model.miniature import miniature_config, randomise
 from lockstep.model.resolve import folders_of
 from lockstep.model.streamed import Made, Streamed
@@ -152,7 +152,7 @@ def test_experts_of_a_tensor_group_are_its_own(mixtral: Path) -> None:
             every = init_device_mesh("cpu", (4,), mesh_dim_names=(f"every{rank}",))
             sharding = Sharding(mesh[names[0]], CPU, tensor=TensorGroup(mesh[names[1]]), every=every)
             source = stream(mixtral)
-            divide_model(source.model, styles_of(source.model, 2), source, sharding)
+            divide_model(source.model, ModelDivision(styles_of(source.model, 2), []), source, sharding)
             source.shard(source.model, decoder_layers(source.model), sharding)
             for name, one in source.model.named_parameters():
                 if "experts" in name:

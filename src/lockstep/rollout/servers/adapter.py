@@ -300,8 +300,8 @@ class ServerAdapter(Protocol):
     def end(self, client: Channel, version: str) -> None:
         """Ends the push and sets the version of the loaded weights."""
 
-    def flush(self, client: Channel) -> None:
-        """Drops the KV cache of the previous weights."""
+    def flush(self, client: Channel, images: bool) -> None:
+        """Drops the KV cache of the previous weights and, with `images`, the features of images."""
 
     def version(self, client: Channel) -> str:
         """Returns the version of the loaded weights. A server that has just started returns a version that no run

@@ -204,7 +204,7 @@ class Sglang:
         )
         _succeeded(client, answer, "message")
 
-    def flush(self, client: Channel) -> None:
+    def flush(self, client: Channel, images: bool) -> None:
         client.post("/flush_cache", seconds=SWITCH_SECONDS)
 
     def version(self, client: Channel) -> str:

@@ -191,12 +191,11 @@ class Vllm:
         with _unless_unknown():
             client.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
 
-    def flush(self, client: Channel) -> None:
+    def flush(self, client: Channel, images: bool) -> None:
         answer = client.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
-        with _unless_unknown():
-            # Features of images, which the previous tower computed.
+        if images:
             client.post("/reset_encoder_cache", seconds=SWITCH_SECONDS)
 
     def version(self, client: Channel) -> str:

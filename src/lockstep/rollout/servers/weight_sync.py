@@ -212,7 +212,7 @@ class WeightSync:
                     server_adapter.wake(client, "cache")
                 server.asleep = False
             with self._timed("flush"):
-                server_adapter.flush(client)
+                server_adapter.flush(client, self.manager.needs.images)
             with self._timed("version"):
                 server_adapter.end(client, version)
             with self._timed("resume"):
