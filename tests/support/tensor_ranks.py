@@ -29,9 +29,9 @@ from transformers import (
 
 from lockstep.device.base import Device, Memory
 from lockstep.device.cpu import Cpu
-from lockstep.model import tensor_trial
 from lockstep.model.check import build_miniature
 from lockstep.model.decoder import inner_decoder
+from lockstep.model.division import tensor_trial
 from lockstep.model.division.tensor_plan import styles_of
 from lockstep.model.division.tensor_trial import try_division
 from lockstep.model.policy import Policy

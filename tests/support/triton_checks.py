@@ -406,8 +406,8 @@ LATENTS = {
 
 def grouped_experts(device: str) -> None:
     """Moving rows to experts and back, also with pairs that are left out, and act(gate) * up of both halves of rows."""
-    from lockstep.kernels import grouped_experts as plain
-    from lockstep.kernels import grouped_experts_triton as kernels
+    from lockstep.kernels.experts import grouped_experts as plain
+    from lockstep.kernels.experts import grouped_experts_triton as kernels
 
     torch.manual_seed(0)
     for dtype in DTYPES:
