@@ -88,7 +88,8 @@ def test_two_ranks_make_the_update_of_one(recipe: Path, tmp_path: Path, mode: st
 @pytest.mark.parametrize("split", ["tensor_parallel", "context_parallel"])
 @pytest.mark.parametrize("mode", ["rollout", "old"])
 def test_divided_models_make_the_same_update(recipe: Path, tmp_path: Path, mode: str, split: str) -> None:
-    words = [*UPDATES, f"algorithm.routing_replay={mode}"]
+    # eps above the noise of the gradients: without replay, tensor-parallel rounding alone moves weights by 1.3e-5.
+    words = [*UPDATES, "optim.eps=1e-3", f"algorithm.routing_replay={mode}"]
     train(recipe, "run.name=one", *words)
     two = torchrun("train", recipe, "run.name=two", "run.export=false", f"parallel.{split}=2", *words)
     assert two.returncode == 0, two.stderr
