@@ -93,11 +93,16 @@ def ray_cluster(recipe: Recipe) -> Iterator[StartRanks]:
 def _checked_environment(settings: dict[str, Any]) -> dict[str, Any]:
     from ray.runtime_env import RuntimeEnv
 
+    where = "parallel.ray.runtime_env"
+    remedy = "use the fields of Ray's runtime environments, such as pip and env_vars"
+    # Ray ignores unknown fields.
+    unknown = [name for name in settings if name not in RuntimeEnv.known_fields]
+    if unknown:
+        why = f"Ray's runtime environments have no field {unknown[0]}"
+        raise Refusal.at(where, why, remedy, code="invalid-value")
     try:
         return dict(RuntimeEnv(**settings))
     except (TypeError, ValueError) as error:
-        where = "parallel.ray.runtime_env"
-        remedy = "use the fields of Ray's runtime environments, such as pip and env_vars"
         raise Refusal.at(where, first_line(error), remedy, code="invalid-value") from error
 
 
