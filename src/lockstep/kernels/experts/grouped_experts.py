@@ -168,7 +168,7 @@ def _rows(ends: list[int]) -> list[tuple[int, slice]]:
 def to_experts(states_TW: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor, chosen: int) -> torch.Tensor:
     """Copies each token to its `chosen` pairs, in the order of the experts. `place_P` is the inverse of `order_P`. If
     `order_P` is shorter than `place_P`, the last pairs are left out."""
-    rows: torch.Tensor = _TokensToPairs.apply(states_TW, order_P, place_P, chosen)
+    rows: torch.Tensor = TokensToPairs.apply(states_TW, order_P, place_P, chosen)
     return rows
 
 
@@ -185,7 +185,7 @@ def _with_left_out(rows: torch.Tensor, pairs: int) -> torch.Tensor:
     return rows if len(rows) == pairs else functional.pad(rows, (0, 0, 0, pairs - len(rows)))
 
 
-class _TokensToPairs(torch.autograd.Function):
+class TokensToPairs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states_TW: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor, chosen: int

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep.kernels.experts.grouped_experts import TokensToPairs
 from lockstep.kernels.swiglu_triton import activated, plain_swiglu, with_slope
 
 BLOCK = 1024
@@ -94,14 +95,8 @@ def _summed(
     return out
 
 
-class _ToPairs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, states_TW: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor, chosen: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(place_P)
-        ctx.chosen = chosen
-        return states_TW[order_P // chosen]
+class _ToPairs(TokensToPairs):
+    """Differs from the plain function only in its backward pass."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
