@@ -67,6 +67,13 @@ def test_headings_of_a_translation_have_the_english_anchors() -> None:
     assert build.with_english_anchors("# x\n", "docs/sft.md") == "# x\n"
 
 
+def test_lines_of_chinese_paragraphs_are_joined() -> None:
+    page = "一，\nb\n二。\n1. 三\n四 a\nb\n- 五\n（六）\n```\n七\n八\n```\n"
+    expected = "一，b\n二。\n1. 三四 a\nb\n- 五（六）\n```\n七\n八\n```\n"
+    assert build.with_joined_lines(page, "docs/x.zh.md") == expected
+    assert build.with_joined_lines(page, "docs/x.md") == page
+
+
 def test_the_search_index_has_both_languages_and_no_copies(tmp_path: Path) -> None:
     entries = [
         {"location": page} for page in ("data.html#rows", "zh/data.html#rows", "zh/sft.html#安装", "zh/index.html")

@@ -34,6 +34,11 @@ LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 OTHER_LANGUAGE = re.compile(r" *\[(?:中文|English)\]\([^)]+\)[.。]?")
 HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
+MARKS = r"\u3000-\u303f\uff00-\uffef"  # Chinese punctuation
+CHINESE = rf"{MARKS}\u4e00-\u9fff"
+CHINESE_LINE_END = re.compile(
+    rf"(?<=[{CHINESE}])\n *(?=[{CHINESE}])|(?<=[{MARKS}])\n *(?=[\w`\[(])(?!\d+\. )|(?<=\S)\n *(?=[{MARKS}])"
+)
 HOME = {"README.md": "index.md", "README.zh.md": "index.zh.md"}
 
 
@@ -121,6 +126,13 @@ def with_english_anchors(text: str, source: str) -> str:
     return outside_of_code(lambda part: HEADING.sub(heading, part), text)
 
 
+def with_joined_lines(text: str, source: str) -> str:
+    """Joins the lines of Chinese paragraphs. A browser would show each line end as a space."""
+    if not source.endswith(".zh.md"):
+        return text
+    return outside_of_code(lambda part: CHINESE_LINE_END.sub("", part), text)
+
+
 def command_reference() -> str:
     """Returns a page with the arguments and options of every command."""
     lines = ["# Options of the commands", "", "[Commands](commands.md) describes what each command is for.", ""]
@@ -163,7 +175,7 @@ def collect(folder: Path) -> None:
         place = folder / site_path(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         if place.suffix == ".md":
-            text = with_english_anchors(page_text(source), source)
+            text = with_joined_lines(with_english_anchors(page_text(source), source), source)
             place.write_text(with_site_links(text, source), encoding="utf-8")
         elif not source.startswith("docs/"):
             shutil.copy(ROOT / source, place)
