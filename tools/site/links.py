@@ -53,7 +53,7 @@ def _page(page: Path, site: Path) -> Iterator[str]:
         if parts.scheme or parts.netloc:
             yield f"loads {link} from a network"
             continue
-        target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+        target = (page.parent / unquote(parts.path)).resolve() if parts.path else page.resolve()
         if not target.is_file() or not target.is_relative_to(site.resolve()):
             yield f"{link} leads nowhere"
         elif parts.fragment and target.suffix == ".html" and not _has_anchor(target, unquote(parts.fragment)):
