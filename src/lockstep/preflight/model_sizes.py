@@ -63,7 +63,7 @@ def reward_bytes(recipe: Recipe) -> int:
         for path in ([named] if isinstance(named, str) else named)
     ]
     if recipe.reward.process is not None:
-        found.append((LanguageModel, process_config(recipe.reward.process)))
+        found.append((loaded_kind(recipe.model), process_config(recipe.reward.process)))
     return sum(_weights(kind, config) for kind, config in found)
 
 

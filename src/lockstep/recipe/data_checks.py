@@ -106,6 +106,4 @@ def _generated_from_images(recipe: Recipe) -> dict[str, tuple[object, str]]:
         "val.agent": (val.agent, text),
         "rollout.precision": (rollout.precision, "low precision was never tested with image features"),
         "rollout.kv_cache": (rollout.kv_cache, "low precision was never tested with image features"),
-        "reward.model": (recipe.reward.model, "a reward model does not see the images"),
-        "reward.process": (recipe.reward.process, "a reward model does not see the images"),
     }
