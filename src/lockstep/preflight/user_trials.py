@@ -79,7 +79,7 @@ def _environment_lines(context: Context) -> list[str]:
     trials = [
         try_environment(one, prompt, context.tokenizer, context.limit, seed, images)
         if one.agent is None
-        else try_agent(one, prompt, context.tokenizer, context.limit, seed)
+        else try_agent(one, prompt, context.tokenizer, images)
         for one in tried
     ]
     if rollout.interactive and trials[0].prompt_tokens:

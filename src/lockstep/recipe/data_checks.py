@@ -83,7 +83,6 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
             model.activation_offload,
             "the activations of the tower stay on the device",
         ),
-        "tape": (recipe.tape.record, "a tape does not contain images"),
         "data.streaming": (recipe.data.streaming, "streamed rows with images are not read"),
         "data.long_text": (recipe.data.long_text == "split", "a text with images is not split"),
     }
@@ -97,13 +96,10 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
 def _generated_from_images(recipe: Recipe) -> dict[str, tuple[object, str]]:
     """Returns the keys of generation and rewards that do not work with images yet: whether each is used, and why it
     does not work."""
-    rollout, val = recipe.rollout, recipe.val
-    text = "the requests of an agent have no images"
+    rollout = recipe.rollout
     unread = f"engine {rollout.engine} does not read images"
     return {
         "rollout.engine": (not ENGINES[rollout.engine].images, unread),
-        "rollout.agent": (rollout.agent, text),
-        "val.agent": (val.agent, text),
         "rollout.precision": (rollout.precision, "low precision was never tested with image features"),
         "rollout.kv_cache": (rollout.kv_cache, "low precision was never tested with image features"),
     }

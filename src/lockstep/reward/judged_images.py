@@ -41,7 +41,7 @@ class JudgedImages:
             raise Refusal.at(
                 where,
                 f"{kind} models read no images, and the prompts of the run have images (model.vision)",
-                "use a reward model that was trained on images (method rm or prm with model.vision), or reward.function",
+                "use a reward model trained on images (method rm or prm with model.vision), or a reward function",
                 code="wrong-model-kind",
             )
         self._mark = ImageTokens.of(policy, tokenizer_of(policy, where)).family.placeholder

@@ -21,7 +21,7 @@ from lockstep.model.pretrained import pretrained, refuse_not_finite, tokenizer_o
 from lockstep.model.resolve import model_folder
 from lockstep.model.text_model import text_config, writable_text_config
 from lockstep.parallel.offload import keep_on_host, resident
-from lockstep.reward.judged_images import ChatTokens, JudgedImages, image_arguments
+from lockstep.reward.judged_images import JudgedImages, image_arguments
 from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
 
