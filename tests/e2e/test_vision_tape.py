@@ -30,11 +30,12 @@ device: cpu
 run: {{name: run, folder: {place}/runs, steps: 2, export: false}}
 model: {{path: {place}/model, vision: train}}
 optim: {{lr: 1e-3, eps: 1e-4}}
-tape: true
+tape: {{record: true, every: 1}}
 """
+OFFLINE = "data: {{train: {place}/%s.jsonl, shuffle: false}}\nbatch: {{rows_per_update: 2, tokens: 512}}"
 RECIPES = {
-    "sft": "method: sft\ndata: {{train: {place}/sft.jsonl, shuffle: false}}\nbatch: {{rows_per_update: 2, tokens: 512}}",
-    "dpo": "method: dpo\ndata: {{train: {place}/dpo.jsonl, shuffle: false}}\nbatch: {{rows_per_update: 2, tokens: 512}}",
+    "sft": "method: sft\n" + OFFLINE % "sft",
+    "dpo": "method: dpo\n" + OFFLINE % "dpo",
     "grpo": """method: grpo
 data: {{train: {place}/grpo.jsonl, shuffle: false}}
 batch: {{prompts: 2, tokens: 512}}
@@ -105,7 +106,7 @@ def test_kept_features_change_no_trace(place: Path, words: list[str]) -> None:
         modules = {event["module"] for trace in record.info["probe"]["traces"] for event in trace["events"]}
         assert any("visual" in module for module in modules)
     assert replayed(run).in_step
-    plain = trained(place, "grpo", f"plain-{len(words)}", *words, "tape=false")
+    plain = trained(place, "grpo", f"plain-{len(words)}", *words, "tape.record=false")
     assert facts(plain) == facts(run)
 
 
@@ -120,7 +121,7 @@ def test_the_tape_contains_the_images(place: Path, tmp_path: Path) -> None:
         else:
             rollouts = rollouts_of(tape.read_table(tape.rollouts_file(1)), files)
             read = [one for rollout in rollouts for one in rollout.sequences]
-            assert {len(one.images) for one in read} == {4}  # of the row, of the start and of two turns
+            assert {len(one.images) for one in read} == {3}  # of the row, of the start and of a turn
         fed = step_examples(tape.read_step(1), files)
         assert [one.images for one in fed] == [one.images for one in read]
         for image in (image for one in read for image in one.images):
@@ -132,7 +133,7 @@ def test_the_tape_contains_the_images(place: Path, tmp_path: Path) -> None:
 def test_a_changed_image_on_the_tape_is_refused(place: Path) -> None:
     run = trained(place, "sft", "changed")
     for file in (run / "tape" / FOLDER).iterdir():
-        file.write_bytes(png_bytes(draw_squares("white", (1, 2))))
+        file.write_bytes(png_bytes(draw_squares("black", (1, 2))))
     with refuses("", "damaged-file", "has changed"):
         replayed(run, "chained")
 
