@@ -342,4 +342,4 @@ def wrong_image(row: Mapping[str, Any], base_url: str) -> Any:
             ask(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
         except openai.BadRequestError as error:
             found.append(str(error))
-    return {"score": 1.0, "info": {"errors": found}}
+    return {"reward": 1.0, "info": {"errors": found}}

@@ -70,7 +70,7 @@ OFFLINE: dict[str, OfflineRow] = {
         preference="kto",
     ),
     # Hinton et al. 2015 (arXiv 1503.02531); divergences of Agarwal et al. 2023 (arXiv 2306.13649).
-    "distill": OfflineRow(sections=("distill",)),
+    "distill": OfflineRow(sections=("distill",), images=True),
 }
 
 ONLINE: dict[str, dict[str, Any]] = {
