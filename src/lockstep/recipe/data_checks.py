@@ -74,8 +74,9 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
         yield unfit(key, why, "set model.vision=freeze, or remove model.lora")
     for name in ("context", "tensor", "expert"):
         if (size := getattr(parallel, f"{name}_parallel")) > 1:
-            why = f"{size} divides the tokens or layers of a model, and images are not divided"
-            yield unfit(f"parallel.{name}_parallel", why, f"set parallel.{name}_parallel=1 and shard the model instead")
+            why = f"{size} does not work with images (model.vision)"
+            remedy = f"set parallel.{name}_parallel=1; the processes then share the model in shards (parallel.shard)"
+            yield unfit(f"parallel.{name}_parallel", why, remedy)
     settings: dict[str, tuple[object, str]] = {
         "model.quantize": (model.quantize, "the layers of the vision tower are not quantised"),
         "model.matmul": (model.matmul, "fp8 was never tested with image features"),

@@ -197,6 +197,7 @@ class AgentBatch(TrajectoryBatch):
         running.agent_rows = AgentRows(self.engine.chat, running.question)
         running.run_counts = {"ignored_sampling": 0.0, "refused_requests": 0.0, "abandoned_turns": 0.0}
         url, row = server.url(running.agent), row_of(running.question, images=self.engine.chat.images)
+        row.pop("images", None)  # the prompt has them as an agent sends them
         self._call("run", running, row=row, base_url=url, seed=running.seed)
 
     # Requests of agents.
