@@ -64,11 +64,6 @@ def _stream_problems(recipe: Recipe) -> Iterator[Problem]:
 def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yields problems of keys that do not work with images yet."""
     model, parallel, key = recipe.model, recipe.parallel, "model.vision"
-    row = OFFLINE.get(recipe.method)
-    if row is not None and not row.images:
-        able = ", ".join(name for name, one in OFFLINE.items() if one.images)
-        remedy = f"set method to one of {able} or an online method, or remove {key}"
-        yield unfit(key, f"method {recipe.method} does not train on images", remedy)
     if model.vision == "train" and model.lora is not None:
         why = "an adapter is trained instead of all weights, so the tower cannot be trained with it"
         yield unfit(key, why, "set model.vision=freeze, or remove model.lora")
