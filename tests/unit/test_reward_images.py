@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from image_rows import CPU, picture, plain_inputs, plain_model
+from image_rows import CPU, picture, plain_inputs, plain_model, settings
 from lockstep.data.dataset import Dataset, RowRequest, load_rows
 from lockstep.data.encode.sft_rows import SupervisedRows
-from lockstep.model.load import load_tokenizer
+from lockstep.model.load import load_tokenizer, load_value_model
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.reward.model import ModelPart
@@ -132,3 +132,11 @@ def test_a_reward_model_of_text_is_refused(policy: Path, tiny_folder: Path, tmp_
     text = write_reward_model(tiny_folder, tmp_path / "text")
     with refuses(f"reward.model {text}", "wrong-model-kind", "read no images", remedy="method rm"):
         ModelPart(str(text), CPU, policy=str(policy))
+
+
+def test_a_reward_model_as_critic_is_refused(tmp_path: Path) -> None:
+    folder = write_judge("gemma3", tmp_path / "judge")
+    with refuses(
+        f"critic.path {folder}", "wrong-model-kind", "starts from a vision", remedy="from which it was trained"
+    ):
+        load_value_model(settings(folder), str(folder), CPU, "sdpa", 0)

@@ -282,8 +282,8 @@ PIXELS = ("patch_size", "merge_size", "temporal_patch_size", "rescale_factor", "
 def refuse_other_pixels(recipe: Recipe, key: str, path: str) -> None:
     """Refuses a model that was trained on other pixels than those that the policy's image processor computes."""
     own, other = image_folder(recipe.model), model_folder(path, key)
-    if own is None or other == own:
-        return
+    if own is None or other == own or load_config(path).model_type not in FAMILIES:
+        return  # loading refuses a model without a vision tower
     for name in PIXELS:
         expected, actual = (getattr(image_processor(folder), name, None) for folder in (own, other))
         if expected != actual:
