@@ -65,6 +65,7 @@ def trained(place: Path, name: str, *words: str) -> list[dict[str, float]]:
     return [metrics for step, metrics in facts(place / "runs" / name) if step]
 
 
+@pytest.mark.slow
 def test_the_divergence_is_that_of_transformers(place: Path) -> None:
     """KL(teacher, student) at each target, each row alone in plain transformers."""
     student, teacher = plain_model(place / "student").eval(), plain_model(place / "teacher").eval()

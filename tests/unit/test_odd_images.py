@@ -26,14 +26,15 @@ from lockstep.vision.processors import image_processor, pixels_of
 from refusals import refuses
 from vision_families import write_family
 
-FAMILIES = ("qwen2_5_vl", "gemma3", "smolvlm")
+SLOW = pytest.mark.slow
+FAMILIES = ("qwen2_5_vl", pytest.param("gemma3", marks=SLOW), pytest.param("smolvlm", marks=SLOW))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("models")
-    write_tiny_vlm(place / FAMILIES[0], hidden=32, layers=1)
-    return {FAMILIES[0]: place / FAMILIES[0], **{one: write_family(one, place / one) for one in FAMILIES[1:]}}
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen") / "model"
+    write_tiny_vlm(folder, hidden=32, layers=1)
+    return folder
 
 
 def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
@@ -91,8 +92,8 @@ def chat(content: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pixels_are_those_of_transformers(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = folders[family]
+def test_pixels_are_those_of_transformers(family: str, qwen: Path, tmp_path: Path) -> None:
+    folder = qwen if family == "qwen2_5_vl" else write_family(family, tmp_path / "model")
     for name, make in READABLE.items():
         (tmp_path / "image").write_bytes(make())
         (row,) = read(folder, tmp_path, chat("<image>?", images=["image"]))
@@ -119,31 +120,31 @@ def test_base64_text_with_line_breaks_is_read(form: str, kind: str) -> None:
     assert found.data == data
 
 
-def test_a_path_may_leave_the_folder_of_the_rows(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_path_may_leave_the_folder_of_the_rows(qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "a.png").write_bytes(stored(noise(40, 40)))
-    (row,) = read(folders["qwen2_5_vl"], tmp_path / "rows", chat("<image>", images=["../a.png"]))
+    (row,) = read(qwen, tmp_path / "rows", chat("<image>", images=["../a.png"]))
     assert len(row.images) == 1
 
 
 @pytest.mark.parametrize("column", [None, [], [None]])
-def test_a_row_without_images_is_text(column: Any, folders: dict[str, Path], tmp_path: Path) -> None:
-    (row,) = read(folders["qwen2_5_vl"], tmp_path, chat("how much?", images=column))
+def test_a_row_without_images_is_text(column: Any, qwen: Path, tmp_path: Path) -> None:
+    (row,) = read(qwen, tmp_path, chat("how much?", images=column))
     assert row.images == ()
     with refuses("line 2", "wrong-count", "1 image placeholders", remedy="<image>"):
-        read(folders["qwen2_5_vl"], tmp_path, chat("a"), chat("<image>?", images=column))
+        read(qwen, tmp_path, chat("a"), chat("<image>?", images=column))
 
 
-def test_an_image_may_occur_twice_and_forty_times(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_image_may_occur_twice_and_forty_times(qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(stored(noise(56, 56)))
     row = chat("<image>" * 40, images=["a.png"] * 40)
-    (found,) = read(folders["qwen2_5_vl"], tmp_path, row)
+    (found,) = read(qwen, tmp_path, row)
     assert len({image.ref.digest for image in found.images}) == 1
     assert [image.features for image in found.images] == [4] * 40
-    pad = load_tokenizer(str(folders["qwen2_5_vl"])).convert_tokens_to_ids("<|image_pad|>")
+    pad = load_tokenizer(str(qwen)).convert_tokens_to_ids("<|image_pad|>")
     assert list(found.ids).count(pad) == 160
     with refuses("line 1", "row-too-long", remedy="data.max_tokens"):
-        read(folders["qwen2_5_vl"], tmp_path, row, limit=100)
+        read(qwen, tmp_path, row, limit=100)
 
 
 def answered_with_an_image() -> dict[str, Any]:
@@ -165,20 +166,22 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_images_are_refused_with_row_and_remedy(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_other_images_are_refused_with_row_and_remedy(name: str, qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "half.jpg").write_bytes(stored(noise(200, 200), "JPEG")[:2000])
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "thin.png").write_bytes(stored(noise(10_000, 3)))
     (tmp_path / "good.png").write_bytes(stored(noise(40, 40)))
     make, code, why = REFUSED[name]
     with refuses("line 2", code, why) as caught:
-        read(folders["qwen2_5_vl"], tmp_path, chat("text only"), make())
+        read(qwen, tmp_path, chat("text only"), make())
     assert all(problem.remedy for problem in caught.value.problems)
 
 
-def test_a_thin_image_of_a_family_with_a_fixed_size_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
+@SLOW
+def test_a_thin_image_of_a_family_with_a_fixed_size_is_read(tmp_path: Path) -> None:
+    folder = write_family("gemma3", tmp_path / "model")
     (tmp_path / "thin.png").write_bytes(stored(noise(10_000, 3)))
-    (row,) = read(folders["gemma3"], tmp_path, chat("<image>", images=["thin.png"]))
+    (row,) = read(folder, tmp_path, chat("<image>", images=["thin.png"]))
     theirs = np.asarray(Image.open(tmp_path / "thin.png").resize((32, 32), Image.Resampling.BILINEAR), np.float32)
     wanted = (theirs / 255 - 0.5) / 0.5
     np.testing.assert_allclose(pixels_of(row.images[0], "test")[0], wanted.transpose(2, 0, 1), atol=1e-5)

@@ -51,6 +51,11 @@ def write_judge(family: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_judge("gemma3", tmp_path_factory.mktemp("judge") / "model")
+
+
 def asked(count: int) -> tuple[str, list[Any]]:
     return "<image>" * count + "Which colour?", [picture(7 + one, 32, 32) for one in range(count)]
 
@@ -82,11 +87,13 @@ def chats(folder: Path, place: Path, answers: list[str]) -> list[Example]:
     return load_rows(request).examples
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
-def test_scores_equal_those_of_transformers_for_each_row_alone(family: str, policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_5", marks=SLOW)])
+def test_scores_equal_those_of_transformers_for_each_row_alone(
+    family: str, policy: Path, judge: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    folder = write_judge(family, tmp_path / "judge")
+    folder = judge if family == "gemma3" else write_judge(family, tmp_path / "judge")
     part = ModelPart(str(folder), CPU, policy=str(policy))
     futures = [part.submit(question(count), answer) for count in COUNTS for answer in ANSWERS]
     part.flush()
@@ -101,7 +108,8 @@ def test_scores_equal_those_of_transformers_for_each_row_alone(family: str, poli
     assert seen == [True, True, False, False, True, True]  # only the rows without images have the same score
 
 
-@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(one, marks=SLOW) for one in ("qwen3_vl", "smolvlm"))])
+@SLOW
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "smolvlm"])
 def test_steps_are_judged_with_images(family: str, policy: Path, tmp_path: Path) -> None:
     folder = write_family(family, tmp_path / "judge")
     (folder / PROCESS).write_text(json.dumps({"placeholder": "~", "tokens": ["+", "-"]}), encoding="utf-8")
@@ -120,8 +128,8 @@ def test_steps_are_judged_with_images(family: str, policy: Path, tmp_path: Path)
         assert one == pytest.approx(other, abs=2e-5)
 
 
-def test_an_answer_with_a_placeholder_fails_and_names_the_row(policy: Path, tmp_path: Path) -> None:
-    part = ModelPart(str(write_judge("gemma3", tmp_path / "judge")), CPU, policy=str(policy))
+def test_an_answer_with_a_placeholder_fails_and_names_the_row(policy: Path, judge: Path) -> None:
+    part = ModelPart(str(judge), CPU, policy=str(policy))
     failure = part.submit(question(1), "see <start_of_image>").result(0)
     assert isinstance(failure, Failure)
     assert "rows row 1" in failure.why
@@ -134,9 +142,6 @@ def test_a_reward_model_of_text_is_refused(policy: Path, tiny_folder: Path, tmp_
         ModelPart(str(text), CPU, policy=str(policy))
 
 
-def test_a_reward_model_as_critic_is_refused(tmp_path: Path) -> None:
-    folder = write_judge("gemma3", tmp_path / "judge")
-    with refuses(
-        f"critic.path {folder}", "wrong-model-kind", "starts from a vision", remedy="from which it was trained"
-    ):
-        load_value_model(settings(folder), str(folder), CPU, "sdpa", 0)
+def test_a_reward_model_as_critic_is_refused(judge: Path) -> None:
+    with refuses("critic.path", "wrong-model-kind", "starts from a vision", remedy="from which it was trained"):
+        load_value_model(settings(judge), str(judge), CPU, "sdpa", 0)

@@ -102,7 +102,7 @@ def test_log_probs_of_agents_with_images_are_those_of_the_trainer(qwen: Path) ->
     check_album(qwen)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("history", ["keep", "as_template"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_so_they_are_in_other_families(qwen: Path, tmp_path: Path, family: str, history: str) -> None:
@@ -110,6 +110,7 @@ def test_so_they_are_in_other_families(qwen: Path, tmp_path: Path, family: str, 
     check_album(folder, history=history)
 
 
+@SLOW
 def test_images_that_cannot_be_read_are_refused_with_their_place(qwen: Path) -> None:
     made, _ = run(qwen, "wrong_image")
     assert made[0].trajectory is not None
@@ -128,7 +129,7 @@ def test_messages_with_other_images_are_other_messages() -> None:
     assert message_key(message("data:a")) != message_key(message("data:b"))
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_model_without_images_refuses_them(qwen: Path) -> None:
     made, _ = run(qwen, "album", vision=False)
     assert all("reads no images" in one.failure for one in made)
