@@ -198,3 +198,29 @@ def test_grpo_improves_on_squares(tmp_path: Path) -> None:
     request = RowRequest(Dataset, reader, settings_of.train, settings_of, load_tokenizer(str(out)), 200)
     rows = load_rows(request).examples
     assert answer_logprobs(out, rows, shift=1) < answer_logprobs(out, rows) - 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_a_reward_model_that_was_trained_on_images_scores_responses(place: Path, tmp_path: Path, family: str) -> None:
+    write_family(family, tmp_path / "start")
+    answers = {"chosen": "red", "rejected": "no"}
+    pairs = [{"prompt": "<image>Which colour?", "images": [f"{place}/{n}.png"], **answers} for n in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    judge = {
+        "method": "rm",
+        "device": "cpu",
+        "run": {"name": "rm", "folder": str(tmp_path), "steps": 2},
+        "model": {"path": str(tmp_path / "start"), "vision": "train"},
+        "data": {"train": str(tmp_path / "pairs.jsonl")},
+        "batch": {"rows_per_update": 4, "tokens": 512},
+        "optim": {"lr": 1e-2},
+    }
+    (tmp_path / "rm.yaml").write_text(json.dumps(judge), encoding="utf-8")
+    run_recipe(load_recipe(str(tmp_path / "rm.yaml"), []))
+    words = ["method=ppo", "critic.lr=1e-3", "reward.function=null", f"reward.model={tmp_path}/rm", "rollout.n=1"]
+    run = trained(place, f"ppo-{family}", *words, "val.questions=null", "val.at_start=false", "log.samples=8")
+    assert [step for step, _ in facts(run)] == [1, 2]
+    lines = (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = [one for one in map(json.loads, lines) if one["step"] == 1]
+    assert len({one["parts"]["model"] for one in samples}) == len(samples) == 4

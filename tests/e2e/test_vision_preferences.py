@@ -134,6 +134,21 @@ def test_precomputed_reference_log_probs_see_the_images(place: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+@pytest.mark.slow
+def test_stored_reference_log_probs_are_those_of_the_images(place: Path, tmp_path: Path) -> None:
+    """The tokens of a row stay the same when its image changes."""
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": "<image>Which?", "chosen": "red", "rejected": "no", "images": ["a.png"]}
+    rows.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    words = [f"data.train={rows}", "preference.precompute=true", "batch.rows_per_update=1", f"run.folder={tmp_path}"]
+    for number, colour in enumerate(("red", "black")):
+        (tmp_path / "a.png").write_bytes(png_bytes(draw_squares(colour, (1, 7))))
+        trained(place, f"images-{number}", *words, "run.steps=1", "run.export=false")
+    # The first step starts from the reference, so both log-probs are equal and the loss is -log(sigmoid(0)).
+    losses = [facts(tmp_path / f"images-{number}")[0][1]["train/loss"] for number in (0, 1)]
+    assert losses == pytest.approx([0.6931472] * 2, abs=1e-5)
+
+
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_a_reward_model_scores_images_as_its_export_in_transformers(place: Path, tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForSequenceClassification

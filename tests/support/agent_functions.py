@@ -299,3 +299,47 @@ def any_agent(row: Mapping[str, Any], base_url: str, seed: int) -> Any:
     agent = globals()[row["extra_info"]["agent"]]
     keys = {"seed": seed} if agent is subagents else {}
     return agent(row, base_url, **keys, **row["extra_info"]["keys"])
+
+
+def shown(seed: int, height: int, width: int) -> dict[str, Any]:
+    """A part with an image of random pixels, as OpenAI's client sends it."""
+    import base64
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def album(row: Mapping[str, Any], base_url: str) -> float:
+    """Looks at images: continues a conversation, goes back to its first turn with another image, starts another one,
+    and asks the responses API."""
+    client, start = client_of(base_url), [*row["prompt"]]
+    first = ask(client, start)
+    start.append({"role": "assistant", "content": first.content})
+    more = [*start, {"role": "user", "content": [{"type": "text", "text": "and "}, shown(1, 32, 64)]}]
+    second = ask(client, more)
+    ask(client, [*more, {"role": "assistant", "content": second.content}, user("which is larger?")])
+    ask(client, [*start, {"role": "user", "content": [shown(2, 64, 32), {"type": "text", "text": " or this?"}]}])
+    two = [shown(3, 32, 32), {"type": "text", "text": " and "}, shown(1, 32, 64)]
+    client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": two}], n=2)
+    part = {"type": "input_image", "image_url": shown(4, 32, 32)["image_url"]["url"]}
+    client.responses.create(model=MODEL, input=[{"role": "user", "content": [part]}])
+    return 1.0
+
+
+def wrong_image(row: Mapping[str, Any], base_url: str) -> Any:
+    """Sends images that cannot be read. Returns the errors."""
+    client, found = client_of(base_url), []
+    ask(client, [user("hello")])
+    for url in ("https://example.org/a.png", "data:image/png;base64,AAAA", "/etc/hostname"):
+        try:
+            ask(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+        except openai.BadRequestError as error:
+            found.append(str(error))
+    return {"reward": 1.0, "info": {"errors": found}}

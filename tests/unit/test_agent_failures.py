@@ -183,7 +183,7 @@ def test_an_agent_that_cannot_be_loaded_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.py").write_text("class NotAFunction: pass\ndef no_url(row): pass\n", encoding="utf-8")
     with pytest.raises(Refusal) as refused:
-        try_agent(RolloutSettings(agent=agent), Prompt(question("5"), [1]), tokenizer, 100, 0)
+        try_agent(RolloutSettings(agent=agent), Prompt(question("5"), [1]), tokenizer)
     (problem,) = refused.value.problems
     assert problem.where.startswith("rollout.agent ")
     assert problem.code == code
@@ -195,17 +195,17 @@ def test_an_agent_needs_the_extra_of_the_server(tokenizer: Any, monkeypatch: pyt
     monkeypatch.delitem(sys.modules, "lockstep.http_server.asgi", raising=False)
     monkeypatch.delattr(lockstep.http_server, "asgi", raising=False)
     with pytest.raises(Refusal) as refused:
-        try_agent(RolloutSettings(agent=f"{FILE}:tree"), Prompt(question("5"), [1]), tokenizer, 100, 0)
+        try_agent(RolloutSettings(agent=f"{FILE}:tree"), Prompt(question("5"), [1]), tokenizer)
     (problem,) = refused.value.problems
     assert problem.code == "missing-package"
     assert "serve" in problem.remedy
 
 
 def test_the_trial_loads_the_agent(tokenizer: Any) -> None:
-    said = try_agent(RolloutSettings(agent=f"{FILE}:tree"), Prompt(question("5"), [1]), tokenizer, 100, 0).line
+    said = try_agent(RolloutSettings(agent=f"{FILE}:tree"), Prompt(question("5"), [1]), tokenizer).line
     assert said.startswith(f"rollout.agent {FILE}:tree: loaded")
     settings = RolloutSettings(agent=f"{FILE}:tree", agent_host="203.0.113.7")
     with pytest.raises(Refusal) as refused:
-        try_agent(settings, Prompt(question("5"), [1]), tokenizer, 100, 0)
+        try_agent(settings, Prompt(question("5"), [1]), tokenizer)
     (problem,) = refused.value.problems
     assert (problem.where, problem.code) == ("rollout.agent_host 203.0.113.7", "port-unavailable")

@@ -245,13 +245,9 @@ def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
         ({"method": "grpo", "rollout": {"engine": "sglang"}}, "rollout.engine"),
         ({"val": {"questions": "q.jsonl"}, "rollout": {"engine": "hf"}}, "rollout.engine"),
         ({"method": "grpo", "rollout": {"precision": "int8"}}, "rollout.precision"),
-        ({"method": "grpo", "rollout": {"agent": "agent.py:run"}}, "rollout.agent"),
-        ({"method": "grpo", "reward": {"model": "rm"}}, "reward.model"),
-        ({"method": "distill"}, "model.vision"),
         ({"model": {"lora": {"rank": 4}}}, "model.vision"),
         ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel"),
         ({"parallel": {"tensor_parallel": 2}}, "parallel.tensor_parallel"),
-        ({"tape": True}, "tape"),
         ({"data": {"streaming": True}}, "data.streaming"),
     ],
 )

@@ -29,6 +29,7 @@ from lockstep.rollout.servers.adapter import ServerFailed, ServerNeeds, WantedSa
 from lockstep.rollout.servers.server_engine import ServerEngine
 from lockstep.rollout.servers.vllm import Vllm
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import fed_examples, fed_tensors, rollout_rows, rollouts_of
 from lockstep.trajectory import TrajectoryRow
 from lockstep.types import (
@@ -450,7 +451,7 @@ def test_a_tape_keeps_the_experts(requests: list[Request], made: list[Completion
     tape = TapeFolder(tmp_path)
     every = [*responses, failed, several]
     tape.write_table(tape.rollouts_file(1), rollout_rows(every))
-    back = rollouts_of(tape.read_table(tape.rollouts_file(1)))
+    back = rollouts_of(tape.read_table(tape.rollouts_file(1)), TapeImages(tape.path))
     for one, other in zip(back, every, strict=True):
         for found, expected in zip(one.sequences, other.sequences, strict=True):
             assert (found.routes is None) == (expected.routes is None)

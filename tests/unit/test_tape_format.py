@@ -15,6 +15,7 @@ import torch
 from commands import warm_python
 from lockstep.errors import Refusal
 from lockstep.tape.tape_format import VERSION, StepRecord, TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import fed_examples, fed_tensors, item_rows, items_of, rollout_rows, rollouts_of
 from lockstep.types import (
     Example,
@@ -72,13 +73,13 @@ ROLLOUTS = [
 def test_rollouts_come_back(tape: TapeFolder, chosen: list[Rollout]) -> None:
     file = tape.rollouts_file(1)
     tape.write_table(file, rollout_rows(chosen))
-    assert rollouts_of(tape.read_table(file)) == chosen
+    assert rollouts_of(tape.read_table(file), TapeImages(tape.path)) == chosen
 
 
 def test_a_tape_without_masks_has_the_policys_tokens_only() -> None:
     (row,) = rollout_rows([rollout(Score(1.0))])
     del row["trained"]
-    assert list(rollouts_of([row])[0].loss_mask) == [1, 1]
+    assert list(rollouts_of([row], TapeImages(Path()))[0].loss_mask) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_what_parquet_can_hold_comes_back(tape: TapeFolder, value: object) -> No
     made = rollout(Score(1.0))
     made.prompt.question.extra_info["own"] = value
     tape.write_table(tape.rollouts_file(1), rollout_rows([made]))
-    [found] = rollouts_of(tape.read_table(tape.rollouts_file(1)))
+    [found] = rollouts_of(tape.read_table(tape.rollouts_file(1)), TapeImages(tape.path))
     assert found == made
     assert type(found.prompt.question.extra_info["own"]) is type(value)
 
@@ -141,7 +142,7 @@ ITEMS: dict[str, list[Item]] = {
 def test_items_of_every_kind_come_back(tape: TapeFolder, kind: str) -> None:
     file = tape.rows_file(1)
     tape.write_table(file, item_rows(ITEMS[kind]))
-    assert items_of(tape.read_table(file)) == ITEMS[kind]
+    assert items_of(tape.read_table(file), TapeImages(tape.path)) == ITEMS[kind]
 
 
 def test_fed_examples_ask_what_was_asked() -> None:

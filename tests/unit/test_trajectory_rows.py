@@ -16,6 +16,7 @@ from hand_rollouts import plans_of, recipe_of, rollout
 from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import rollout_rows, rollouts_of
 from lockstep.train.advantages import TrainBatch, estimate_advantages
 from lockstep.train.experience import Experience, ModelOutputs, build_experience
@@ -257,7 +258,7 @@ def test_a_trajectory_longer_than_the_budget_has_its_own_micro_batch(tiny_folder
 
 
 def test_a_tape_keeps_rows() -> None:
-    assert rollouts_of(rollout_rows(trajectories())) == trajectories()
+    assert rollouts_of(rollout_rows(trajectories()), TapeImages(Path())) == trajectories()
 
 
 def test_rows_must_be_the_ids() -> None:

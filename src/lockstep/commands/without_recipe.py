@@ -283,7 +283,8 @@ def opened_scorer(
         remedy = f"set {options['reward.function']}, or --rule SOURCE=RULE with RULE one of {', '.join(RULES)}"
         raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy, code="no-rule") for source in unruled])
     try:
-        scorer = Scorer.open(reward, sources, torch_device, output=output, environment=environment)
+        policy = next((image.folder for prompt in prompts for image in prompt.images), None)
+        scorer = Scorer.open(reward, sources, torch_device, output=output, environment=environment, policy=policy)
         questions = [prompt.question for prompt in prompts]
         try:
             run_trial(REWARDS, lambda: scorer.dry_run(questions, conversations=conversations.any), console=console)

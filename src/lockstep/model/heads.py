@@ -97,6 +97,13 @@ def build_value_model(
     check_experts(config, path, kernel_of(settings, kernel), device, sharding)
     where = folders.model, settings, name, device, sharding
     kind = _kind_of(config, settings)
+    if settings.vision is not None and not issubclass(kind, LanguageModel):
+        raise Refusal.at(
+            f"{key} {path}",
+            "is a reward model or a critic, and with model.vision a value model starts from a vision-language model",
+            "use the folder of the model from which it was trained",
+            code="wrong-model-kind",
+        )
     source, model, info = load_base(kind, *where)
     refuse_no_towers(model, settings, f"{key} {path}")
     if not issubclass(kind, LanguageModel):

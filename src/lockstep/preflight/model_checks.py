@@ -21,7 +21,7 @@ from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_toke
 from lockstep.model.load_folder import DTYPES, kernel_of
 from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.quantized.quantized_folder import needs_dequantizing, readable_quantization, stored_tensors
-from lockstep.model.resolve import model_folder
+from lockstep.model.resolve import image_folder, model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.routing import KEY as ROUTING_KEY
 from lockstep.model.routing import refuse_unknown_routers
@@ -35,6 +35,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.types import Origin
 from lockstep.vision.families import FAMILIES
+from lockstep.vision.processors import image_processor
 
 
 def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]]) -> list[Problem]:
@@ -182,6 +183,7 @@ def architectures(context: Context) -> Iterator[Problem]:
         problems += problems_of(refuse_codes, model_folder(path), f"{key} {path}", served)
         if key != "model.path":
             problems += problems_of(refuse_other_vocabulary, recipe, key, path)
+            problems += problems_of(refuse_other_pixels, recipe, key, path)
         if key == "distill.teacher":
             problems += problems_of(refuse_other_tokenizer, recipe, key, path)
         if not problems:
@@ -270,6 +272,27 @@ def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
             "use a model of the same family",
             code="other-vocabulary",
         )
+
+
+# Settings of an image processor that determine the pixels of an image of a given size. The policy's processor computes
+# the pixels for all models of a run.
+PIXELS = ("patch_size", "merge_size", "temporal_patch_size", "rescale_factor", "image_mean", "image_std")
+
+
+def refuse_other_pixels(recipe: Recipe, key: str, path: str) -> None:
+    """Refuses a model that was trained on other pixels than those that the policy's image processor computes."""
+    own, other = image_folder(recipe.model), model_folder(path, key)
+    if own is None or other == own or load_config(path).model_type not in FAMILIES:
+        return  # loading refuses a model without a vision tower
+    for name in PIXELS:
+        expected, actual = (getattr(image_processor(folder), name, None) for folder in (own, other))
+        if expected != actual:
+            raise Refusal.at(
+                f"{key} {path}",
+                f"its image processor has {name} {actual}, and that of the policy has {expected}",
+                "use a model of the same family",
+                code="wrong-model-kind",
+            )
 
 
 def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:

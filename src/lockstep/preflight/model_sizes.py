@@ -29,7 +29,7 @@ from lockstep.model.lora import with_adapter
 from lockstep.model.quantized.quantize import quantizable, stacks_of
 from lockstep.model.resolve import checked_adapter
 from lockstep.model.streamed import loaded_whole
-from lockstep.model.text_model import LanguageModel, layer_sizes, model_on_meta, text_config, text_sizes
+from lockstep.model.text_model import layer_sizes, model_on_meta, text_config, text_sizes
 from lockstep.model.towers.vision_model import freeze_towers, loaded_kind
 from lockstep.optimizers.roles import roles_of
 from lockstep.optimizers.rule_table import refuse_parts, scratch_bytes_of, state_bytes_of
@@ -63,7 +63,7 @@ def reward_bytes(recipe: Recipe) -> int:
         for path in ([named] if isinstance(named, str) else named)
     ]
     if recipe.reward.process is not None:
-        found.append((LanguageModel, process_config(recipe.reward.process)))
+        found.append((loaded_kind(recipe.model), process_config(recipe.reward.process)))
     return sum(_weights(kind, config) for kind, config in found)
 
 

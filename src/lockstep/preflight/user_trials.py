@@ -79,7 +79,7 @@ def _environment_lines(context: Context) -> list[str]:
     trials = [
         try_environment(one, prompt, context.tokenizer, context.limit, seed, images)
         if one.agent is None
-        else try_agent(one, prompt, context.tokenizer, context.limit, seed)
+        else try_agent(one, prompt, context.tokenizer, images)
         for one in tried
     ]
     if rollout.interactive and trials[0].prompt_tokens:
@@ -172,7 +172,13 @@ def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
     offload = recipe.parallel.offload_reward
     environment = recipe.rollout.gives_rewards
     with Scorer.open(
-        recipe.reward, _data_sources(prepared), device, output=output, offload=offload, environment=environment
+        recipe.reward,
+        _data_sources(prepared),
+        device,
+        output=output,
+        offload=offload,
+        environment=environment,
+        policy=image_folder(recipe.model),
     ) as scorer:
         _try_rewards(scorer, prepared, runtime.console)
         yield scorer

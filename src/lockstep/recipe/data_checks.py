@@ -64,18 +64,14 @@ def _stream_problems(recipe: Recipe) -> Iterator[Problem]:
 def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yields problems of keys that do not work with images yet."""
     model, parallel, key = recipe.model, recipe.parallel, "model.vision"
-    row = OFFLINE.get(recipe.method)
-    if row is not None and not row.images:
-        able = ", ".join(name for name, one in OFFLINE.items() if one.images)
-        remedy = f"set method to one of {able} or an online method, or remove {key}"
-        yield unfit(key, f"method {recipe.method} does not train on images", remedy)
     if model.vision == "train" and model.lora is not None:
         why = "an adapter is trained instead of all weights, so the tower cannot be trained with it"
         yield unfit(key, why, "set model.vision=freeze, or remove model.lora")
     for name in ("context", "tensor", "expert"):
         if (size := getattr(parallel, f"{name}_parallel")) > 1:
-            why = f"{size} divides the tokens or layers of a model, and images are not divided"
-            yield unfit(f"parallel.{name}_parallel", why, f"set parallel.{name}_parallel=1 and shard the model instead")
+            why = f"{size} does not work with images (model.vision)"
+            remedy = f"set parallel.{name}_parallel=1; the processes then share the model in shards (parallel.shard)"
+            yield unfit(f"parallel.{name}_parallel", why, remedy)
     settings: dict[str, tuple[object, str]] = {
         "model.quantize": (model.quantize, "the layers of the vision tower are not quantised"),
         "model.matmul": (model.matmul, "fp8 was never tested with image features"),
@@ -83,7 +79,6 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
             model.activation_offload,
             "the activations of the tower stay on the device",
         ),
-        "tape": (recipe.tape.record, "a tape does not contain images"),
         "data.streaming": (recipe.data.streaming, "streamed rows with images are not read"),
         "data.long_text": (recipe.data.long_text == "split", "a text with images is not split"),
     }
@@ -97,15 +92,10 @@ def _vision_problems(recipe: Recipe) -> Iterator[Problem]:
 def _generated_from_images(recipe: Recipe) -> dict[str, tuple[object, str]]:
     """Returns the keys of generation and rewards that do not work with images yet: whether each is used, and why it
     does not work."""
-    rollout, val = recipe.rollout, recipe.val
-    text = "the requests of an agent have no images"
+    rollout = recipe.rollout
     unread = f"engine {rollout.engine} does not read images"
     return {
         "rollout.engine": (not ENGINES[rollout.engine].images, unread),
-        "rollout.agent": (rollout.agent, text),
-        "val.agent": (val.agent, text),
         "rollout.precision": (rollout.precision, "low precision was never tested with image features"),
         "rollout.kv_cache": (rollout.kv_cache, "low precision was never tested with image features"),
-        "reward.model": (recipe.reward.model, "a reward model does not see the images"),
-        "reward.process": (recipe.reward.process, "a reward model does not see the images"),
     }

@@ -29,8 +29,6 @@ class OfflineRow:
     """Whether a row has two or more sequences, which must be in the same micro-batch."""
     judges: bool = False
     """Whether the trained model scores responses and cannot generate, as a reward model does."""
-    images: bool = False
-    """Whether the method trains on rows with images (`model.vision`)."""
     preference: str | None = None
     """The entry of PREFERENCE_READS for a method with a fixed loss, or None if `preference.loss` selects the entry."""
 
@@ -41,16 +39,15 @@ def _pairs(**preference: Any) -> OfflineRow:
         sections=("preference",),
         columns=PAIR_COLUMNS,
         compares=True,
-        images=True,
     )
 
 
 OFFLINE: dict[str, OfflineRow] = {
-    "sft": OfflineRow(images=True),
+    "sft": OfflineRow(),
     # Ouyang et al. 2022 (arXiv 2203.02155).
-    "rm": OfflineRow(sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True, images=True),
+    "rm": OfflineRow(sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True),
     # Lightman et al. 2023 (arXiv 2305.20050), with the label as a token.
-    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True, images=True),
+    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True),
     # Rafailov et al. 2023 (arXiv 2305.18290).
     "dpo": _pairs(loss="sigmoid"),
     # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities, or on their sums with `average: false`.
@@ -66,7 +63,6 @@ OFFLINE: dict[str, OfflineRow] = {
         defaults={"optim": {"lr": 1e-6}},
         sections=("preference",),
         columns=JUDGED_COLUMNS,
-        images=True,
         preference="kto",
     ),
     # Hinton et al. 2015 (arXiv 1503.02531); divergences of Agarwal et al. 2023 (arXiv 2306.13649).

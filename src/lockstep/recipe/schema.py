@@ -201,7 +201,7 @@ class Model(Section):
     )
     vision: Literal["freeze", "train"] | None = Field(
         None,
-        description="Train on rows with images (`method: sft` and the online methods). The vision tower and the "
+        description="Train on rows with images, with any method. The vision tower and the "
         "projector are loaded, and are frozen (`freeze`) or trained too (`train`; `optim.groups` can set their "
         "learning rate). Adapters of `model.lora` are only in the language model. Default: the tower is not loaded, "
         "and rows with images are refused.",

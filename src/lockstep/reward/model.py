@@ -21,6 +21,7 @@ from lockstep.model.pretrained import pretrained, refuse_not_finite, tokenizer_o
 from lockstep.model.resolve import model_folder
 from lockstep.model.text_model import text_config, writable_text_config
 from lockstep.parallel.offload import keep_on_host, resident
+from lockstep.reward.judged_images import JudgedImages, image_arguments
 from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
 
@@ -58,12 +59,13 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 @contextmanager
 def padded(model: Any, rows: TokenRows, padding: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields the padded rows as model inputs. The model accepts these inputs only inside the `with` block."""
+    """Yields the padded rows, with their images, as model inputs. The model accepts these inputs only inside the `with`
+    block."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
     with sequences(own_positions(model), [len(row) for row in rows], ids.shape, None, packed=False):
-        yield {"input_ids": ids, "attention_mask": mask}
+        yield {"input_ids": ids, "attention_mask": mask, **image_arguments(model, rows, ids)}
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ class RewardModel:
     context: int | None
     mean: float = 0.0
     std: float = 1.0
+    images: JudgedImages | None = None
+    """Reads the images of prompts, if the policy has a vision tower."""
 
     def encode(self, question: Question, answer: str) -> list[int]:
         """Returns the tokens of the chat with the answer as last turn, in the chat template of the reward model.
@@ -135,9 +139,17 @@ class RewardModel:
         Without a template, the text is the contents of the prompt and the answer joined by line breaks, with the
         tokenizer's special tokens.
         """
+        question = question if self.images is None else self.images.prompt(question)
+        ids = self._ids(question, answer)
+        return ids if self.images is None else self.images.tokens(ids, question)
+
+    def _ids(self, question: Question, answer: str) -> list[int]:
         if self.tokenizer.chat_template:
             chat = [*question.prompt, {"role": "assistant", "content": answer}]
-            text = self.tokenizer.apply_chat_template(chat, tokenize=False)
+            if self.images is None:
+                text = self.tokenizer.apply_chat_template(chat, tokenize=False)
+            else:
+                text = self.images.rendered(self.tokenizer, chat)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         text = "\n".join([*[str(message["content"]) for message in question.prompt], answer])
         return list(self.tokenizer(text)["input_ids"])
@@ -165,9 +177,9 @@ class RewardModel:
         return [float(score) for score in logits[:, 0].float().tolist()]
 
 
-def load_reward_model(path: str, device: torch.device) -> RewardModel:
-    """Loads the reward model in its stored precision. Raises `Refusal` if the model does not give one score per
-    text."""
+def load_reward_model(path: str, device: torch.device, policy: str | None = None) -> RewardModel:
+    """Loads the reward model in its stored precision. Raises `Refusal` if the model does not give one score per text.
+    `policy` is the model folder of the policy, if prompts have images."""
     where = f"reward.model {path}"
     folder = model_folder(path, "reward.model")
     from transformers import AutoModelForSequenceClassification
@@ -175,6 +187,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     config = reward_config(path)
     tokenizer = tokenizer_of(folder, where)
     mean, std = _statistics(Path(folder) / STATS)
+    images = None if policy is None else JudgedImages(policy, folder, tokenizer, where)
     kind, how = AutoModelForSequenceClassification, {"dtype": "auto", "output_loading_info": True}
     model, info = pretrained(kind, folder, where, "its weights", config=config, **how)
     missing = sorted(info.get("missing_keys", ()))
@@ -193,7 +206,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
         )
     model.to(device).eval().requires_grad_(False)
     context = getattr(text_config(config), "max_position_embeddings", None)
-    return RewardModel(model, tokenizer, device, context, mean, std)
+    return RewardModel(model, tokenizer, device, context, mean, std, images)
 
 
 def reward_config(path: str) -> Any:
@@ -265,8 +278,9 @@ class ModelPart(BatchedPart):
 
     name = "model"
 
-    def __init__(self, path: str, device: torch.device, *, offload: bool = False):
-        self._reward_model = load_reward_model(path, device)
+    def __init__(self, path: str, device: torch.device, *, offload: bool = False, policy: str | None = None):
+        """`policy` is the model folder of the policy, if prompts have images."""
+        self._reward_model = load_reward_model(path, device, policy)
         if offload:
             keep_on_host(self._reward_model.model, device)
         super().__init__(self._reward_model.context)
@@ -278,9 +292,13 @@ class ModelPart(BatchedPart):
             return settled(
                 Failure(self.name, f"{question.origin}: the model's chat template refuses this chat: {error}")
             )
+        except Refusal as refusal:
+            return settled(Failure(self.name, str(refusal.problems[0])))
 
     def outcomes(self, waiting: Sequence[Waiting]) -> list[PartOutcome]:
         scores = self._reward_model.score([entry.ids for entry in waiting])
+        if self._reward_model.images is not None:
+            self._reward_model.images.forget()
         return [
             {self.name: score} if math.isfinite(score) else Failure(self.name, f"the score is {score}")
             for score in scores
@@ -292,12 +310,20 @@ class ModelsPart(RewardPart):
 
     name = "model"
 
-    def __init__(self, paths: Sequence[str], weights: Sequence[float], device: torch.device, *, offload: bool = False):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        weights: Sequence[float],
+        device: torch.device,
+        *,
+        offload: bool = False,
+        policy: str | None = None,
+    ):
         self._weights = list(weights) or [1.0] * len(paths)
         with ExitStack() as opened:
             self._parts: list[ModelPart] = []
             for path in paths:
-                self._parts.append(ModelPart(path, device, offload=offload))
+                self._parts.append(ModelPart(path, device, offload=offload, policy=policy))
                 opened.callback(self._parts[-1].close)
             opened.pop_all()
 

@@ -24,7 +24,9 @@ from lockstep.model.policy import output_head
 from lockstep.model.pretrained import pretrained, tokenizer_of, whole_model
 from lockstep.model.resolve import model_folder
 from lockstep.model.text_model import LanguageModel, text_config
+from lockstep.model.towers.vision_model import VisionModel
 from lockstep.parallel.offload import keep_on_host, resident
+from lockstep.reward.judged_images import JudgedImages
 from lockstep.reward.model import BatchedPart, Waiting, in_batches, padded
 from lockstep.reward.parts import PartOutcome, StepOutcome, settled
 from lockstep.types import Failure, Question
@@ -41,6 +43,8 @@ class ProcessModel:
     writer: StepWriter
     device: torch.device
     context: int | None
+    images: JudgedImages | None = None
+    """Reads the images of prompts, if the policy has a vision tower."""
 
     @torch.no_grad()
     def judge(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -50,7 +54,9 @@ class ProcessModel:
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         with padded(self.model, rows, 0, self.device) as inputs:
-            hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+            # The base model of a class with a vision tower also takes images.
+            base = self.model.get_decoder() if self.images is None else self.model.model
+            hidden = base(**inputs, use_cache=False).last_hidden_state
         head, judging = output_head(self.model), torch.tensor(self.writer.marks.token_ids, device=self.device)
         # Only the logits of the label tokens are needed.
         bias = None if head.bias_V is None else head.bias_V[judging]
@@ -62,8 +68,11 @@ class ProcessModel:
         return verdicts
 
 
-def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
-    """Loads the process reward model in its stored precision, with its placeholder and label tokens."""
+def load_process_model(
+    path: str, device: torch.device, key: str = "reward.process", policy: str | None = None
+) -> ProcessModel:
+    """Loads the process reward model in its stored precision, with its placeholder and label tokens. `policy` is the
+    model folder of the policy, if prompts have images."""
     where, folder = f"{key} {path}", Path(model_folder(path, key))
     if not (folder / PROCESS).is_file():
         raise Refusal.at(
@@ -75,7 +84,9 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
     trained_with = read_judging(folder)
     tokenizer = tokenizer_of(str(folder), where)
     marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])
-    model = whole_model(LanguageModel, str(folder), where, "its weights", dtype="auto")
+    images = None if policy is None else JudgedImages(policy, str(folder), tokenizer, where)
+    kind = LanguageModel if images is None else VisionModel
+    model = whole_model(kind, str(folder), where, "its weights", dtype="auto")
     if not tokenizer.chat_template:
         raise Refusal.at(
             where,
@@ -85,7 +96,7 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
         )
     model.to(device).eval().requires_grad_(False)
     context = getattr(text_config(model.config), "max_position_embeddings", None)
-    return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
+    return ProcessModel(model, StepWriter(tokenizer, marks), device, context, images)
 
 
 def process_config(path: str) -> Any:
@@ -125,8 +136,11 @@ class ProcessPart(BatchedPart):
 
     name = "process"
 
-    def __init__(self, path: str, separator: str, device: torch.device, *, offload: bool = False):
-        self._model = load_process_model(path, device)
+    def __init__(
+        self, path: str, separator: str, device: torch.device, *, offload: bool = False, policy: str | None = None
+    ):
+        """`policy` is the model folder of the policy, if prompts have images."""
+        self._model = load_process_model(path, device, policy=policy)
         if offload:
             keep_on_host(self._model.model, device)
         self._separator = separator
@@ -136,10 +150,12 @@ class ProcessPart(BatchedPart):
         steps = steps_of(text, self._separator)
         if not steps:
             return settled(StepOutcome({self.name: 0.0}, ()))
-        writer = self._model.writer
+        writer, images = self._model.writer, self._model.images
         answer = writer.marked([step for step, _ in steps])
         try:
+            question = question if images is None else images.prompt(question)
             _, ids = writer.chat([*question.prompt, {"role": "assistant", "content": answer}], question.origin)
+            ids = ids if images is None else images.tokens(ids, question)
         except Refusal as refusal:
             return settled(Failure(self.name, str(refusal.problems[0])))
         if len(writer.positions(ids)) != len(steps):
@@ -149,6 +165,8 @@ class ProcessPart(BatchedPart):
 
     def outcomes(self, waiting: Sequence[Waiting]) -> list[PartOutcome]:
         verdicts = self._model.judge([entry.ids for entry in waiting])
+        if self._model.images is not None:
+            self._model.images.forget()
         return [
             self._outcome(entry.ends, probabilities) for entry, probabilities in zip(waiting, verdicts, strict=True)
         ]

@@ -150,13 +150,14 @@ class Scorer:
         output: Path | None = None,
         offload: bool = False,
         environment: bool = False,
+        policy: str | None = None,
     ) -> Scorer:
         """Creates the reward components that `settings` names, for rows of the data sources `sources`. `environment`
         says whether the run has an environment, whose rewards count.
 
         Reports all problems at once. The file `output`-N.log keeps the last output lines of function worker N, if its
         parent folder exists; without `output` they are dropped. With `offload` the weights of reward models are on the
-        device only during their forward passes.
+        device only during their forward passes. `policy` is the model folder of the policy, if prompts have images.
         """
         sources = list(sources)
         weights, problems = active_weights(settings, environment=environment)
@@ -167,8 +168,10 @@ class Scorer:
         makers: dict[str, Callable[[], RewardPart]] = {
             "rule": lambda: RulePart(settings, sources, output=output),
             "function": lambda: FunctionPart(str(settings.function), settings, output=output),
-            "model": lambda: _models(settings, device, offload),
-            "process": lambda: ProcessPart(str(settings.process), settings.separator, device, offload=offload),
+            "model": lambda: _models(settings, device, offload, policy),
+            "process": lambda: ProcessPart(
+                str(settings.process), settings.separator, device, offload=offload, policy=policy
+            ),
             "remote": lambda: RemotePart(settings.remote or [], settings),
             "format": lambda: FormatPart(str(settings.format)),
         }
@@ -295,10 +298,10 @@ def _finite(score: Score) -> Score | Failure:
     return Failure(largest, f"the weighted sum of the rewards is {score.total:g}, which fp32 cannot represent")
 
 
-def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart:
+def _models(settings: Reward, device: torch.device, offload: bool, policy: str | None) -> RewardPart:
     if isinstance(settings.model, list):
-        return ModelsPart(settings.model, settings.model_weights, device, offload=offload)
-    return ModelPart(str(settings.model), device, offload=offload)
+        return ModelsPart(settings.model, settings.model_weights, device, offload=offload, policy=policy)
+    return ModelPart(str(settings.model), device, offload=offload, policy=policy)
 
 
 def active_weights(settings: Reward, *, environment: bool = False) -> tuple[dict[str, float], list[Problem]]:

@@ -35,6 +35,7 @@ from lockstep.run.metrics import PhaseTimer
 from lockstep.trajectory import TurnRecord
 from lockstep.types import Completion, Prompt, Request, Rollout, Sampling
 from lockstep.vision.processors import ImageTokens
+from lockstep.vision.spans import cut_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -302,11 +303,15 @@ def _turn_request(rollout: Rollout, turn: int) -> Request:
     """Returns the request for a recorded turn: its context is the tokens before it in its row."""
     record = _turns(rollout)[turn]
     lengths = [len(row.ids) for row in rollout.rows] or [len(rollout.ids)]
-    row_start = max(start for start in accumulate([0, *lengths[:-1]]) if start <= record.start)
+    starts = list(accumulate([0, *lengths[:-1]]))
+    row_start = max(start for start in starts if start <= record.start)
     context = [*rollout.prompt.ids, *rollout.ids[row_start : record.start]]
     assert rollout.key is not None
     key = turn_key(rollout.key, turn if record.noise is None else record.noise)
-    return Request(context, key, first=rollout.sample, max_tokens=record.stop - record.start)
+    of_rows = rollout.trajectory.images if rollout.trajectory is not None else ()
+    images = of_rows[starts.index(row_start)] if of_rows else rollout.prompt.images
+    before = cut_images(images, slice(0, len(context)))
+    return Request(context, key, first=rollout.sample, max_tokens=record.stop - record.start, images=before)
 
 
 def _repeated(rollout: Rollout, completions: Sequence[Completion]) -> Rollout:

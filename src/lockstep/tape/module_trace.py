@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import Problem
+from lockstep.model.towers.feature_cache import recomputing
 from lockstep.tape.digest import digests, on_host
 
 ROOT = "(root)"
@@ -213,7 +214,8 @@ def module_hooks(
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
-        yield
+        with recomputing():
+            yield
     finally:
         for handle in handles:
             handle.remove()

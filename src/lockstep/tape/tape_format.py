@@ -4,6 +4,7 @@
     tape/step_000001.safetensors       tensors of a step; the metadata key `lockstep` has JSON
     tape/step_000001.rollouts.parquet  online: responses with tokens, log-probabilities and scores
     tape/step_000001.rows.parquet      offline: rows as token ids
+    tape/images/HASH                   the image files of all steps, each once
     tape/weights_000001.safetensors    weights and optimizer state before the step (optional)
     tape/left_000001.safetensors       digests of the weights after the step, before the next one
 

@@ -22,8 +22,19 @@ from lockstep.recipe.keys_parallel import Tape
 from lockstep.tape.digest import digests, on_host
 from lockstep.tape.module_trace import Trace, trace_modules
 from lockstep.tape.tape_format import StepRecord, TapeFolder, TapeWriter, below
-from lockstep.tape.tape_rows import RECEIVED, Received, fed_tensors, item_rows, rollout_rows
+from lockstep.tape.tape_images import TapeImages
+from lockstep.tape.tape_rows import (
+    RECEIVED,
+    Received,
+    fed_images,
+    fed_tensors,
+    image_marks,
+    images_of,
+    item_rows,
+    rollout_rows,
+)
 from lockstep.types import Example, Item, MicroBatch, Rollout
+from lockstep.vision.spans import ImageSpan
 
 # A timer for a phase whose time is subtracted from the times of the enclosing phases (`run/metrics.py`).
 Aside = Callable[[str], AbstractContextManager[None]]
@@ -200,7 +211,14 @@ def _received(batch: MicroBatch | None) -> Callable[[], Received]:
         fetched(tensor) for tensor in (batch.input_ids_NT, batch.position_ids_NT, batch.predictors_K, batch.targets_K)
     )
     lengths, packed, packed_index_E = batch.lengths, batch.packed, batch.packed_index_E
-    return lambda: Received(ids(), positions(), predictors(), targets(), lengths, packed, packed_index_E)
+    images = batch.images
+    copied = () if images is None else tuple(map(fetched, (images.axes_3NT, images.places_M, images.features_M)))
+
+    def received() -> Received:
+        marks_NT = None if images is None else image_marks(images.distinct, *(copy() for copy in copied))
+        return Received(ids(), positions(), predictors(), targets(), lengths, packed, packed_index_E, marks_NT)
+
+    return received
 
 
 def answers_of(output: Any) -> torch.Tensor:
@@ -314,6 +332,7 @@ class TapeRecorder(Recorder):
         self.info: dict[str, Any] = {}
         self.tables: dict[Path, Callable[[], list[dict[str, Any]]]] = {}
         self.fed: Sequence[Example] = ()
+        self.images: list[ImageSpan] = []
 
     def detailed(self, step: int) -> bool:
         return (step - 1) % self.settings.every == 0
@@ -341,12 +360,14 @@ class TapeRecorder(Recorder):
     def rollouts(self, rollouts: Sequence[Rollout], scores_S: torch.Tensor, baseline_S: torch.Tensor | None) -> None:
         if self.on:
             self.tables[self.folder.rollouts_file(self.step)] = lambda: rollout_rows(rollouts)
+            self.images += [image for rollout in rollouts for image in images_of(rollout)]
             self.vectors({"scores": scores_S, "baseline": baseline_S})
 
     def examples(self, examples: Sequence[Example]) -> None:
         if not self.on:
             return
         self.fed = examples
+        self.images += [image for example in examples for image in example.images]
         if self.detailed(self.step):
             with self.aside("tape"):
                 self._trace(examples)
@@ -391,8 +412,8 @@ class TapeRecorder(Recorder):
             # The vectors are copied, because the training loop may overwrite them in the next step.
             lent = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.lent.items()}
             tensors = self.tensors | lent
-            info, tables, fed = self.info, self.tables, self.fed
-            self.writer.submit(lambda: self._write(step, info, tensors, tables, fed))
+            info, tables, fed, images = self.info, self.tables, self.fed, self.images
+            self.writer.submit(lambda: self._write(step, info, tensors, tables, fed, images))
         self._clear()
 
     def _write(
@@ -402,10 +423,12 @@ class TapeRecorder(Recorder):
         tensors: dict[str, torch.Tensor],
         tables: Mapping[Path, Callable[[], list[dict[str, Any]]]],
         fed: Sequence[Example],
+        images: Sequence[ImageSpan],
     ) -> None:
+        TapeImages(self.folder.path).write(images)
         for file, rows in tables.items():
             self.folder.write_table(file, rows())
-        self.folder.write_step(StepRecord(step, info, tensors | fed_tensors(fed)))
+        self.folder.write_step(StepRecord(step, info | fed_images(fed), tensors | fed_tensors(fed)))
 
     def flush(self) -> None:
         self.writer.wait()

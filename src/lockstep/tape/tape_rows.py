@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from itertools import accumulate, chain, pairwise
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.tape.tape_format import StepRecord
+from lockstep.tape.tape_images import TapeImages, stored_spans
 from lockstep.trajectory import Trajectory, TrajectoryRow
 from lockstep.types import (
     Example,
@@ -28,7 +30,10 @@ from lockstep.types import (
     ScoredExample,
     StepLabels,
 )
+from lockstep.vision.spans import ImageSpan
 
+# The key of a step's JSON with the images of the input sequences.
+FED_IMAGES = "fed_images"
 # The names of the values that a tape stores for each target token of an update.
 RECEIVED = ("target", "position", "context")
 HASH = np.uint64(0xBF58476D1CE4E5B9)
@@ -80,7 +85,23 @@ def rollout_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
         rows = [row | {"row_lengths": counts} for row, counts in zip(rows, lengths, strict=True)]
     if any(route is not None for rollout in rollouts for route in _routes(rollout)):
         rows = [row | _route_columns(rollout) for row, rollout in zip(rows, rollouts, strict=True)]
+    if any(images_of(rollout) for rollout in rollouts):
+        rows = [row | _image_columns(rollout) for row, rollout in zip(rows, rollouts, strict=True)]
     return rows
+
+
+def images_of(rollout: Rollout) -> list[ImageSpan]:
+    """Returns the images of the prompt and of the rows of the trajectory."""
+    of_rows = () if rollout.trajectory is None else rollout.trajectory.images
+    return [*rollout.prompt.images, *chain.from_iterable(of_rows)]
+
+
+def _image_columns(rollout: Rollout) -> dict[str, str]:
+    of_rows = () if rollout.trajectory is None else rollout.trajectory.images
+    return {
+        "images": json.dumps(stored_spans(rollout.prompt.images)),
+        "row_images": json.dumps([stored_spans(images) for images in of_rows]),
+    }
 
 
 def _routes(rollout: Rollout) -> list[np.ndarray | None]:
@@ -155,11 +176,12 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
-    return [_rollout(row) for row in rows]
+def rollouts_of(rows: Sequence[dict[str, Any]], files: TapeImages) -> list[Rollout]:
+    return [_rollout(row, files) for row in rows]
 
 
-def _rollout(row: dict[str, Any]) -> Rollout:
+def _rollout(row: dict[str, Any], files: TapeImages) -> Rollout:
+    images = files.read(json.loads(row.get("images") or "[]"))
     question = Question(
         row["data_source"],
         from_json(row["prompt"]),
@@ -167,6 +189,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         Origin(row["file"], row["row"]),
         from_json(row["extra_info"]),
         columns=from_json(row["columns"]) if row.get("columns") else {},
+        images=tuple(image.ref for image in images),
     )
     judged = json.loads(row["judgement"])
     score: Score | Failure
@@ -175,7 +198,11 @@ def _rollout(row: dict[str, Any]) -> Rollout:
     else:
         score = Score(row["score"], judged["parts"], tuple((end, share) for end, share in judged["steps"]))
     earned = tuple((token, share) for token, share in json.loads(row["earned"]))
-    prompt = Prompt(question, row["prompt_ids"])
+    prompt = Prompt(question, row["prompt_ids"], images)
+    trajectory = Trajectory.from_dict(from_json(row["trajectory"])) if row.get("trajectory") else None
+    if trajectory is not None:
+        of_rows = [files.read(stored) for stored in json.loads(row.get("row_images") or "[]")]
+        trajectory = replace(trajectory, images=tuple(of_rows))
     return Rollout(
         prompt,
         row["place"],
@@ -190,7 +217,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         # response.
         row.get("trained") or (),
         row.get("versions") or (),
-        Trajectory.from_dict(from_json(row["trajectory"])) if row.get("trajectory") else None,
+        trajectory,
         _trajectory_rows(row) if row.get("row_lengths") else (),
         row.get("key"),
         None if row.get("row_lengths") else next(iter(_read_routes(row)), None),
@@ -199,6 +226,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
 
 def item_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Returns one table row per sequence. The sequences of the same training item have the same number `item`."""
+    with_images = any(example.images for item in items for example in item.examples)
     return [
         {
             "item": number,
@@ -210,6 +238,7 @@ def item_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
             "said": json.dumps(_labels(item)),
             "file": example.origin.file,
             "row": example.origin.row,
+            **({"images": json.dumps(stored_spans(example.images))} if with_images else {}),
         }
         for number, item in enumerate(items)
         for example in item.examples
@@ -227,15 +256,15 @@ def _labels(item: Item) -> dict[str, Any]:
     return {}
 
 
-def items_of(rows: Sequence[dict[str, Any]]) -> list[Item]:
+def items_of(rows: Sequence[dict[str, Any]], files: TapeImages) -> list[Item]:
     grouped: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         grouped.setdefault(row["item"], []).append(row)
-    return [_item(group) for group in grouped.values()]
+    return [_item(group, files) for group in grouped.values()]
 
 
-def _item(rows: list[dict[str, Any]]) -> Item:
-    examples = [_example(row) for row in rows]
+def _item(rows: list[dict[str, Any]], files: TapeImages) -> Item:
+    examples = [_example(row, files) for row in rows]
     kind, labels = rows[0]["kind"], json.loads(rows[0]["said"])
     if kind == KINDS[Ranking]:
         return Ranking(tuple(examples), labels["margin"])
@@ -247,11 +276,11 @@ def _item(rows: list[dict[str, Any]]) -> Item:
     return examples[0]
 
 
-def _example(row: dict[str, Any]) -> Example:
-    origin = Origin(row["file"], row["row"])
+def _example(row: dict[str, Any], files: TapeImages) -> Example:
+    origin, images = Origin(row["file"], row["row"]), files.read(json.loads(row.get("images") or "[]"))
     if row["places"] is None:
-        return Example(row["ids"], row["trained"], origin)
-    return ScoredExample(row["ids"], row["trained"], origin, row["places"], row["words"])
+        return Example(row["ids"], row["trained"], origin, images=images)
+    return ScoredExample(row["ids"], row["trained"], origin, row["places"], row["words"], images=images)
 
 
 @dataclass(frozen=True)
@@ -308,8 +337,21 @@ def _scored_tokens_each(examples: Sequence[Example]) -> tuple[list[int], np.ndar
     )
 
 
-def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[RecordedExample]:
-    """Returns the input sequences of the model in a recorded step, given the tensors of `fed_tensors`."""
+def fed_images(examples: Sequence[Example]) -> dict[str, Any]:
+    """Returns the images of the input sequences as JSON values, or nothing without images."""
+    spans = [stored_spans(example.images) for example in examples]
+    return {FED_IMAGES: spans} if any(spans) else {}
+
+
+def step_examples(record: StepRecord, files: TapeImages) -> list[RecordedExample]:
+    """Returns the input sequences of the model in a recorded step."""
+    return fed_examples(record.tensors, [files.read(stored) for stored in record.info.get(FED_IMAGES, ())])
+
+
+def fed_examples(
+    tensors: Mapping[str, torch.Tensor], images: Sequence[tuple[ImageSpan, ...]] = ()
+) -> list[RecordedExample]:
+    """Returns the input sequences of the model, given the tensors of `fed_tensors` and the images of each."""
     ids, scored = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
     examples, token, target = [], 0, 0
     routes = _fed_routes(tensors)
@@ -318,7 +360,9 @@ def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[RecordedExample]:
     ):
         pairs = tuple((position, token) for position, token in scored[target : target + targets])
         origin, recorded = Origin("tape", number), routes[number] if routes else None
-        examples.append(RecordedExample(ids[token : token + length], [0] * length, origin, pairs, routes=recorded))
+        own = images[number] if images else ()
+        parts = (ids[token : token + length], [0] * length, origin, pairs)
+        examples.append(RecordedExample(*parts, images=own, routes=recorded))
         token, target = token + length, target + targets
     return examples
 
@@ -340,12 +384,16 @@ class Received:
     lengths: tuple[int, ...]
     packed: bool
     packed_index_E: torch.Tensor | None
+    marks_NT: torch.Tensor | None = None
+    """A number for each token that depends on its positions on three axes and on its image feature; None without
+    images."""
 
     def by_target(self) -> dict[str, torch.Tensor]:
         """Returns for each target its token id, the position from which it is predicted, and a hash of its context. The
-        context is all tokens and positions of the sequence up to that position. The values do not depend on how the
-        sequences are packed, if the packing is correct."""
+        context is all tokens, positions and image features of the sequence up to that position. The values do not
+        depend on how the sequences are packed, if the packing is correct."""
         ids, positions = (tensor.flatten().numpy() for tensor in (self.ids_NT, self.positions_NT))
+        placed = positions if self.marks_NT is None else positions + self.marks_NT.flatten().numpy()
         width = self.ids_NT.shape[1]
         hashes = np.zeros(len(ids), dtype=np.uint64)
         start = 0
@@ -355,11 +403,23 @@ class Received:
             else:
                 first = start if self.packed else row * width
                 places = np.arange(first, min(first + length, len(ids)))
-            hashes[places] = _running_hash(ids[places], positions[places])
+            hashes[places] = _running_hash(ids[places], placed[places])
             start += length
         predictors = self.predictors_K.numpy()
         found = {"target": self.targets_K.numpy(), "position": positions[predictors], "context": hashes[predictors]}
         return {name: torch.from_numpy(values.astype(np.int32)) for name, values in found.items()}
+
+
+def image_marks(
+    distinct: Sequence[ImageSpan], axes_3NT: torch.Tensor, places_M: torch.Tensor, features_M: torch.Tensor
+) -> torch.Tensor:
+    """Returns the marks of `Received`, given the fields of `ImageInputs`."""
+    marks_NT = (axes_3NT * torch.tensor([7919, 104729, 1299709])[:, None, None]).sum(0)
+    # A feature is identified by the hash of its image and its number within the image.
+    own = [(int(image.ref.digest[:8], 16), number) for image in distinct for number in range(image.features)]
+    of_features = torch.tensor([digest + 15485863 * (number + 1) for digest, number in own], dtype=torch.int64)
+    marks_NT.view(-1)[places_M] += of_features[features_M]
+    return marks_NT
 
 
 def _running_hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:

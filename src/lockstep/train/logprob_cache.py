@@ -163,4 +163,5 @@ def _identity(example: Example) -> bytes:
 
 def _content(example: Example) -> bytes:
     ids = np.asarray([len(example), *example.ids], dtype=np.int64)
-    return ids.tobytes() + np.asarray(example.scored_tokens(), dtype=np.int64).tobytes()
+    images = b"".join(bytes.fromhex(image.ref.digest) for image in example.images)
+    return ids.tobytes() + images + np.asarray(example.scored_tokens(), dtype=np.int64).tobytes()

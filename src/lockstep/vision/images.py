@@ -34,6 +34,8 @@ _INLINE = ("image", "image_url", "url", "path", "base64", "bytes")
 # The beginning of a dialogue that is one text.
 _HUMAN = re.compile(r"\s*Human:\s*")
 PREVIEW = 1024
+# The first bytes of image files: JPEG, PNG, GIF, WebP, BMP and TIFF.
+_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _URLS = ("http://", "https://", "s3://", "gs://", "ftp://", "oss://")
 
 
@@ -106,14 +108,16 @@ def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
                 code="unsupported-format",
             )
         path = folder / value.removeprefix("file://")
+        if not _is_file(path) and (data := _bare_base64(value)) is not None:
+            return _of_bytes(data)
         return ImageRef(hashlib.sha256(_file_bytes(path, where)).hexdigest(), path=str(path))
     if isinstance(value, bytes | bytearray | memoryview):
         return _of_bytes(bytes(value))
     if hasattr(value, "save") and hasattr(value, "convert"):
-        return _of_bytes(_png(value.convert("RGB")))
+        return _of_bytes(_png(pillow()[1].exif_transpose(value).convert("RGB")))
     raise Refusal.at(
         where,
-        f"an image is a {type(value).__name__}",
+        f"an image is of type {type(value).__name__}",
         "give a path, a data URI, bytes, or the struct of a Hugging Face Image column",
         code="unsupported-format",
     )
@@ -135,10 +139,29 @@ def _of_bytes(data: bytes) -> ImageRef:
 
 
 def _decoded(text: str, where: object) -> bytes:
+    """Returns the bytes of base64 text, which may have line breaks."""
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refusal.at(where, f"the base64 text of an image is invalid: {error}", code="damaged-file") from error
+        raise Refusal.at(
+            where, f"the base64 text of an image is invalid: {error}", "fix or remove the row", code="damaged-file"
+        ) from error
+
+
+def _bare_base64(text: str) -> bytes | None:
+    """Returns the bytes of base64 text without `base64,` before it, or None if it is not the text of an image file."""
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return data if data.startswith(_SIGNATURES) else None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # for example a name that is too long
+        return False
 
 
 def file_digest(path: Path) -> str | None:

@@ -21,6 +21,7 @@ from lockstep.environments.dispatch import ASKED
 from lockstep.environments.environment import Reply
 from lockstep.environments.host import HostAnswer
 from lockstep.environments.loop import EnvironmentEngine, TrajectoryBatch
+from lockstep.environments.message_images import refuse_sampled_images
 from lockstep.environments.parsers import parse_reply
 from lockstep.environments.running import PROMPT_TOKENS, Running, row_of
 from lockstep.errors import Refusal, first_line
@@ -165,6 +166,7 @@ class AgentTurn:
             partial_responses={running.sample: partial} if partial.ids else None,
             session=self.row.session,
             stop_strings=self.request.spec.stop,
+            images=self.conversation.images,
         )
 
 
@@ -194,8 +196,9 @@ class AgentBatch(TrajectoryBatch):
         )
         running.agent_rows = AgentRows(self.engine.chat, running.question)
         running.run_counts = {"ignored_sampling": 0.0, "refused_requests": 0.0, "abandoned_turns": 0.0}
-        url = server.url(running.agent)
-        self._call("run", running, row=row_of(running.question), base_url=url, seed=running.seed)
+        url, row = server.url(running.agent), row_of(running.question, images=self.engine.chat.images)
+        row.pop("images", None)  # the prompt has them as an agent sends them
+        self._call("run", running, row=row, base_url=url, seed=running.seed)
 
     # Requests of agents.
 
@@ -235,6 +238,9 @@ class AgentBatch(TrajectoryBatch):
         self._check_limits(running, spec)
         try:
             place = rows.find(spec)
+            if place.images and hasattr(self.engine.inner, "expands_images"):
+                held = place.conversation
+                refuse_sampled_images(held.ids, held.loss_mask, self.engine.chat.images)
         except Refusal as refusal:
             raise ApiError(400, f"messages: {refusal.problems[0].why}", param="messages") from refusal
         except Exception as error:  # a template is code of the model, and an agent may send any message

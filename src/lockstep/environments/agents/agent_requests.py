@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.environments.message_images import Content, image_part, joined
 from lockstep.http_server.http_api import ApiError
 from lockstep.http_server.request_body import BodyReader, bad_value, valid_text
 from lockstep.types import Message, Sampling
+from lockstep.vision.images import IMAGE_PARTS
 
 MOST_CHOICES, MOST_STOPS = 16, 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -237,9 +239,10 @@ def _call(call_id: str, name: str, arguments: Any, where: str) -> dict[str, Any]
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _content(content: Any, where: str, role: str) -> str:
+def _content(content: Any, where: str, role: str) -> Content:
+    """Returns the content as text, or as parts if it has images."""
     if isinstance(content, list):
-        content = "".join(_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+        return joined([_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)])
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, str):
@@ -247,13 +250,21 @@ def _content(content: Any, where: str, role: str) -> str:
     return valid_text(content, f"{where}.content")
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
-        return str(part.get("refusal") or "")
+        return _text_part(str(part.get("refusal") or ""), where)
+    if kind in IMAGE_PARTS:
+        if (image := image_part(part)) is None:
+            raise bad_value(where, "has no data URI; images are sent as data:image/png;base64,..., not as addresses")
+        return image
     if kind not in _TEXT or not isinstance(part.get("text"), str):
-        raise bad_value(where, f"is of type {str(kind)[:40]!r}; only text is supported")
-    return str(part["text"])
+        raise bad_value(where, f"is of type {str(kind)[:40]!r}; only text and images are supported")
+    return _text_part(part["text"], where)
+
+
+def _text_part(text: str, where: str) -> dict[str, Any]:
+    return {"type": "text", "text": valid_text(text, where)}
 
 
 def named_results(messages: list[Message]) -> list[Message]:

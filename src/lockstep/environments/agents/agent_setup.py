@@ -20,6 +20,7 @@ from lockstep.environments.setup import (
 from lockstep.errors import with_secrets
 from lockstep.recipe.keys_environment import EnvironmentSettings
 from lockstep.types import AGENT, Prompt
+from lockstep.vision.processors import ImageTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,10 @@ def open_agents(setup: TrajectoryEngineSetup) -> AgentEngine:
 
 
 def try_agent(
-    settings: EnvironmentSettings, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_limit: int, seed: int
+    settings: EnvironmentSettings,
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageTokens | None = None,
 ) -> EnvironmentTrial:
     """Loads the agent and starts its server. Raises `Refusal` if the agent cannot be used."""
     setup = agent_setup(settings)
@@ -61,7 +65,7 @@ def try_agent(
     refuse_no_template(setup, tokenizer)
     AgentServer(settings.agent_host, "rollout.agent_host").close()
     EnvironmentHosts(setup).close()
-    chat = ChatFormat(tokenizer, history=settings.history)
+    chat = ChatFormat(tokenizer, history=settings.history, images=images)
     report = probe_template(chat, prompt.question.template_arguments, tools=False)
     tools = probe_template(chat, prompt.question.template_arguments, tools=True)
     without = "; the chat template has no tools" if tools.refuses else ""

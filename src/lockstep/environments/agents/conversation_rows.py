@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 from lockstep.environments.agents.agent_replies import as_sent
@@ -20,6 +21,7 @@ from lockstep.environments.conversation import ChatConversation, ChatFormat, Suf
 from lockstep.environments.environment import Reply
 from lockstep.trajectory import TurnRecord
 from lockstep.types import Completion, Message, Question
+from lockstep.vision.spans import ImageSpan, cut_images
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,10 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
         (call["id"], call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls") or ()
     ]
-    fields = [message["role"], message["content"] or "", calls, message.get("tool_call_id", "")]
+    content = message["content"] or ""
+    if isinstance(content, list):  # images are long
+        content = sha256(json.dumps(content).encode()).hexdigest()
+    fields = [message["role"], content, calls, message.get("tool_call_id", "")]
     return MessageKey(json.dumps(fields, sort_keys=True), str(message.get("reasoning_content") or ""))
 
 
@@ -79,7 +84,13 @@ class AgentRow:
             return made
         made.ids, made.loss_mask, made.logprobs = made.ids[: end.ids], made.loss_mask[: end.ids], []
         made.messages, made.text = made.messages[: end.messages], end.text
+        made.images = self.images(end)
+        made.refs = made.refs[: len(made.images)]  # a row has all images of its messages
         return made
+
+    def images(self, end: TurnEnd) -> tuple[ImageSpan, ...]:
+        """Returns the images up to the end of a turn."""
+        return cut_images(self.conversation.images, slice(0, len(self.conversation.head) + end.ids))
 
     def is_tip(self, end: TurnEnd) -> bool:
         return end.ids == len(self.conversation.ids)
@@ -92,8 +103,9 @@ class Continuation:
 
     conversation: ChatConversation
     keys: list[MessageKey]
-    new: list[Message]
     context: list[int]
+    images: tuple[ImageSpan, ...]
+    """The images of the context."""
     suffix: Suffix | None = None
     row: AgentRow | None = None
     shown: int = 0
@@ -118,7 +130,7 @@ class AgentRows:
         if found is None:
             question = replace(self.question, tools=())
             conversation = ChatConversation(self.chat, question, spec.messages, spec.tools)
-            return Continuation(conversation, keys, [], conversation.context)
+            return Continuation(conversation, keys, conversation.context, conversation.images)
         row, end = found
         new = list(spec.messages[end.messages :])
         tip = row.is_tip(end)
@@ -126,9 +138,13 @@ class AgentRows:
         suffix = held.extension(end.reply, new)
         continues = row if tip and not suffix.new_row else None
         known = [*row.keys[: end.messages], *keys[end.messages :]]
-        context = list(suffix.ids) if suffix.new_row else [*held.context, *suffix.ids]
+        context, images = list(suffix.ids), suffix.images
+        if not suffix.new_row:
+            before = len(held.context)
+            images = (*held.images, *(replace(image, start=image.start + before) for image in images))
+            context = [*held.context, *context]
         # Earlier messages are shown in the row in which they were new.
-        return Continuation(held, known, new, context, suffix, continues, shown=end.messages)
+        return Continuation(held, known, context, images, suffix, continues, shown=end.messages)
 
     def _extended(self, keys: Sequence[MessageKey], spec: TurnSpec) -> tuple[AgentRow, TurnEnd] | None:
         """Returns the turn after which the messages of a request continue: the last one of the longest conversation
@@ -155,9 +171,10 @@ class AgentRows:
         conversation = place.conversation
         if place.suffix is not None:
             conversation = copy(conversation)
-            conversation.messages = [*conversation.messages, *place.new]
+            conversation.messages = [*conversation.messages, *place.suffix.messages]
+            conversation.refs = [*conversation.refs, *place.suffix.refs]
             conversation.text = place.suffix.text
-            conversation.head = place.context
+            conversation.head, conversation.images = place.context, place.images
             conversation.ids, conversation.loss_mask, conversation.logprobs = [], [], []
         row = AgentRow(conversation, list(place.keys), shown=place.shown)
         self.rows.append(row)
@@ -166,7 +183,7 @@ class AgentRows:
     def branch(self, row: AgentRow) -> AgentRow:
         """Returns a new row that begins with all tokens of a row, for another turn after the same messages."""
         conversation = copy(row.conversation)
-        conversation.messages = list(conversation.messages)
+        conversation.messages, conversation.refs = list(conversation.messages), list(conversation.refs)
         conversation.head = row.conversation.context
         conversation.ids, conversation.loss_mask, conversation.logprobs = [], [], []
         made = AgentRow(conversation, list(row.keys), shown=len(conversation.messages))
@@ -200,6 +217,7 @@ class AgentRows:
         row.conversation.ids, row.conversation.loss_mask = held.ids, held.loss_mask
         row.conversation.logprobs = row.conversation.logprobs[: end.ids]
         row.conversation.messages, row.conversation.text = held.messages, held.text
+        row.conversation.images, row.conversation.refs = held.images, held.refs
         row.keys = row.keys[: end.messages]
 
     def merged(self) -> MergedRows:
@@ -214,10 +232,10 @@ class MergedRows(TokenRow):
     tools: Sequence[dict[str, Any]] = ()
 
     def __init__(self, rows: Sequence[AgentRow]):
-        super().__init__(rows[0].conversation.head)
+        super().__init__(rows[0].conversation.head, rows[0].images(rows[0].ends[-1]))
         for number, row in enumerate(rows):
             if number:
-                self.start_row(row.conversation.head)
+                self.start_row(row.conversation.head, row.images(row.ends[-1]))
             last = row.ends[-1].ids
             self.ids, self.loss_mask = row.conversation.ids[:last], row.conversation.loss_mask[:last]
             self.logprobs = row.conversation.logprobs[:last]

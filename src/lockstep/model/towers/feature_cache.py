@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ class FeatureCache:
         return found
 
     def get(self, key: tuple[str, str]) -> torch.Tensor | None:
-        found = self._kept.get(key)
+        found = None if _RECOMPUTING else self._kept.get(key)
         if found is None:
             self.misses += 1
             return None
@@ -72,6 +73,18 @@ class FeatureCache:
 
 
 _CACHES: weakref.WeakSet[FeatureCache] = weakref.WeakSet()
+_RECOMPUTING: list[bool] = []
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Makes frozen towers compute all features again inside the `with` block, so that a trace of modules always has the
+    towers."""
+    _RECOMPUTING.append(True)
+    try:
+        yield
+    finally:
+        _RECOMPUTING.pop()
 
 
 def _equal(one: Parameters, other: Parameters) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import Refusal
+from lockstep.model.resolve import image_folder
 from lockstep.model.weights import trained_weights
 from lockstep.parity.checklist.checklist_trials import OFFLINE, Bench, CheckItem, engine_items, padding
 from lockstep.parity.replay.replay_checks import Check, finite, share, worst_difference
@@ -23,6 +24,7 @@ from lockstep.run.console import Console
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
 from lockstep.tape.tape_format import StepRecord, TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_recorder import Observer, weights_of
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.models import Models
@@ -72,9 +74,10 @@ class Checklist(Replay):
 
     def _set_up(self, training: Training) -> Bench:
         start, self.unlike = self._start(training.models)
-        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(1))) if _online(training) else []
+        files = TapeImages(self.tape.path, image_folder(training.run.recipe.model))
+        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(1)), files) if _online(training) else []
         tolerance = tolerance_of(self.tape.manifest()["recipe"]["model"]["dtype"], training.run.recipe.model.dtype)
-        return Bench(training, self.tape.read_step(1), rollouts, start, tolerance)
+        return Bench(training, self.tape.read_step(1), rollouts, start, tolerance, files)
 
     def _start(self, models: Models) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Returns the recorded weights before the step, and the names of the weights in the model folder that differ
@@ -95,7 +98,7 @@ class Checklist(Replay):
         if run.world.main:
             replay_tape = TapeFolder(run.folder.tape)
             if not self.replayed and _online(training):
-                self.generated = rollouts_of(replay_tape.read_table(replay_tape.rollouts_file(1)))
+                self.generated = _recorded(replay_tape)
             self.replayed.append(replay_tape.read_step(1))
         if self.mode == "forced":
             run.rewind(step)  # the step runs again
@@ -105,6 +108,10 @@ class Checklist(Replay):
             learner.observer = Observer()  # the tape is complete
         with run.console.task("Trying engine and trainer", None):
             self.tried = [*engine_items(self.bench), padding(self.bench)]
+
+
+def _recorded(tape: TapeFolder) -> list[Rollout]:
+    return rollouts_of(tape.read_table(tape.rollouts_file(1)), TapeImages(tape.path))
 
 
 def _online(training: Training) -> bool:
@@ -194,7 +201,7 @@ def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]
 
 
 def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout], tolerance: Tolerance) -> CheckItem:
-    rollouts = rollouts_of(a.tape.read_table(a.tape.rollouts_file(1)))
+    rollouts = _recorded(a.tape)
     ours, theirs = _beginnings(rollouts), _beginnings(generated)
     check = check_responses(a, recorded, ours, theirs, tolerance)
     replayed = by_prompt_and_sample(theirs)

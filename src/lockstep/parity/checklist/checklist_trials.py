@@ -20,8 +20,9 @@ from lockstep.parity.replay.tolerances import Tolerance
 from lockstep.recipe import Recipe
 from lockstep.rollout.engine import training_sampling
 from lockstep.tape.tape_format import StepRecord
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_recorder import answers_of, restore_learner
-from lockstep.tape.tape_rows import fed_examples
+from lockstep.tape.tape_rows import step_examples
 from lockstep.train.experience import Experience, build_experience
 from lockstep.train.models import Models
 from lockstep.train.step import Learner
@@ -63,6 +64,7 @@ class Bench:
     rollouts: Sequence[Rollout]
     start: dict[str, torch.Tensor]
     tolerance: Tolerance
+    files: TapeImages
 
     @property
     def models(self) -> Models:
@@ -75,7 +77,7 @@ class Bench:
     @cached_property
     def examples(self) -> Sequence[Example]:
         """Returns the first sequences of the step that have targets."""
-        return [example for example in fed_examples(self.record.tensors) if example.targets][:SEQUENCES]
+        return [example for example in step_examples(self.record, self.files) if example.targets][:SEQUENCES]
 
     def restore(self) -> None:
         for learner in self.models.learners:

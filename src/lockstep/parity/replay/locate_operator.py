@@ -24,7 +24,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.cpu import Cpu
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Policy
-from lockstep.model.resolve import model_folder
+from lockstep.model.resolve import image_folder, model_folder
 from lockstep.parallel.world import World
 from lockstep.parity.replay.diverged_module import BACKWARD_FACTOR, DivergedModule, traces_of
 from lockstep.parity.replay.numpy_modules import (
@@ -46,8 +46,9 @@ from lockstep.recipe import Recipe
 from lockstep.tape.digest import BLOCKS, SKETCH, norm, relative, sketch
 from lockstep.tape.module_trace import BACKWARD, FORWARD, ROOT, Event, Trace
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_recorder import answers_of, restore_learner, trace_examples
-from lockstep.tape.tape_rows import fed_examples
+from lockstep.tape.tape_rows import step_examples
 from lockstep.train.models import Models, build_critic, build_learner
 from lockstep.train.run_writer import Run
 from lockstep.train.step import Learner
@@ -82,9 +83,9 @@ class Located:
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:
     """Locates the wrong operator of a diverged module. All ranks must call this function, because a sharded model needs
     all ranks. Only rank 0 gets the result."""
-    record = tape.read_step(step)
+    record, files = tape.read_step(step), TapeImages(tape.path, image_folder(run.recipe.model))
     batch = micro_batch(
-        trace_examples(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0
+        trace_examples(step_examples(record, files), record.info["probe"]["rows"]), packed=True, pad_id=0
     )
     learner = next(one for one in models.learners if one.name == diverged.learner)
     here = to_device(batch, learner.device)

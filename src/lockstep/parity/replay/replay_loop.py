@@ -18,6 +18,7 @@ import torch
 
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
+from lockstep.model.resolve import image_folder
 from lockstep.parallel.world import joined
 from lockstep.parity.replay.diverged_module import DivergedModule, first_diverged
 from lockstep.parity.replay.locate_operator import Located, locate
@@ -30,6 +31,7 @@ from lockstep.rollout.engine import training_sampling
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_recorder import refuse_no_weights, restore_learner, weights_of
 from lockstep.tape.tape_rows import items_of, rollouts_of
 from lockstep.train.experience import build_spread_experience, rollout_metas
@@ -112,7 +114,8 @@ class Replay:
     def rows(self, offline: Offline, step: int) -> Sequence[Any]:
         if self.mode == "free":
             return offline.loader.take(step)
-        return items_of(self.tape.read_table(self.tape.rows_file(step + 1)))
+        files = TapeImages(self.tape.path, image_folder(offline.training.run.recipe.model))
+        return items_of(self.tape.read_table(self.tape.rows_file(step + 1)), files)
 
     def rollouts(self, online: Online, step: int) -> Rollouts:
         return online.take_rollouts() if self.mode == "free" else self._recorded_rollouts(online, step)
@@ -120,7 +123,8 @@ class Replay:
     def _recorded_rollouts(self, online: Online, step: int) -> Rollouts:
         """Returns the recorded responses of a step, with rewards that are computed again."""
         training, recipe = online.training, online.training.run.recipe
-        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
+        files = TapeImages(self.tape.path, image_folder(recipe.model))
+        rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)), files)
         # In the mode forced, the replay also generates responses, to test the rollout engine. The generated responses
         # should equal the recorded responses, because the step starts from the recorded weights.
         generates = self.mode == "forced" and not self._other_noise(recipe)

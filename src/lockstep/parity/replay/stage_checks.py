@@ -33,6 +33,7 @@ from lockstep.parity.replay.replay_checks import (
 from lockstep.parity.replay.tolerances import Limits, Tolerance, line
 from lockstep.recipe.registry import drawn_by
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import RECEIVED, rollouts_of
 from lockstep.types import Rollout
 
@@ -75,7 +76,10 @@ def check_step(a: TapeSide, b: TapeSide, step: int, tolerance: Tolerance, *, gen
         return checks  # values of different tokens cannot be compared
     if "rollout" in a.recipe:
         if generated and a.drawn_by == b.drawn_by:
-            ours, theirs = (rollouts_of(side.tape.read_table(side.tape.rollouts_file(step))) for side in (a, b))
+            ours, theirs = (
+                rollouts_of(side.tape.read_table(side.tape.rollouts_file(step)), TapeImages(side.tape.path))
+                for side in (a, b)
+            )
             checks.append(check_responses(a, one, ours, theirs, tolerance))
         x, y = one.tensors["step/scores"], other.tensors["step/scores"]
         where = worst_difference(x, y, "response")
