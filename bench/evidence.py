@@ -12,6 +12,8 @@ lockstep's kernels) and npu (CPU in fp32, Ascend in bf16; the emulated Ascend in
 public train.jsonl and test.jsonl. DIR/data has the training rows; copy DIR to the machine of the other side. A finished
 run is not repeated. `--steps N` and KEY=VALUE at the end change both sides.
 
+The exit code is that of `lockstep compare`: 0 is a pass, 1 out of step or a failed run, 2 anything else.
+
 DIR/ROW-PAIR-MODEL has the runs, report.html and curves.svg (the curves), and result.json: the mean error by the
 document's formula, the verdict of `lockstep compare` and its power.
 """
@@ -35,7 +37,7 @@ from evidence_rows import PAIRS, RING, ROWS, EvidencePair, EvidenceRow, digest_o
 from evidence_table import EvidenceError, Result, curves_svg, result_of, write_table
 from lockstep.device.base import EMULATED
 from lockstep.device.select import select
-from lockstep.parity.compare.compare_report import write_report
+from lockstep.parity.compare.compare_report import EXIT_CODES, write_report
 from lockstep.parity.compare.compare_runs import compare
 from lockstep.parity.compare.logs import read_log
 from lockstep.parity.compare.verdict import LOSS, REWARDS
@@ -84,7 +86,7 @@ def _evidence(name: str, args: argparse.Namespace) -> int:
         return 0
     result = _compared(folder, name, pair)
     print(f"{name}, {args.pair}: {result.text()}")
-    return 0
+    return EXIT_CODES[result.verdict]
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -269,9 +271,11 @@ def _replay(folder: Path, row: EvidenceRow, pair: EvidencePair) -> None:
 
 
 def _result_files(folders: list[Path]) -> list[Path]:
-    """The result of every evidence folder below the given folders. A folder without one is refused."""
+    """The results of the given evidence folders and of those in the given folders. One without a result is refused."""
     files = []
-    for settings in sorted(file for folder in folders for file in folder.glob(f"*/{SETTINGS}")):
+    for settings in sorted(
+        file for folder in folders for file in (*folder.glob(SETTINGS), *folder.glob(f"*/{SETTINGS}"))
+    ):
         file = settings.parent / RESULT
         if not file.exists():
             raise EvidenceError(f"{settings.parent} has no {RESULT}: finish both sides and run --compare, or remove it")
