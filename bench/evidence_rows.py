@@ -42,6 +42,8 @@ class EvidenceRow:
 
 
 _ONLINE: dict[str, Any] = {"rollout": {}, "reward": {"function": f"{REWARD}:score"}}
+# A serving engine has the correction by default. The side without one must train the same objective.
+_SERVED: dict[str, Any] = {**_ONLINE, "algorithm": {"rollout_correction": {"weight": "token"}}}
 _STEADY = {"optim": {"lr": 2e-6}}  # a learning rate at which the reward moves within 30 steps
 
 ROWS: dict[str, EvidenceRow] = {
@@ -64,13 +66,13 @@ ROWS: dict[str, EvidenceRow] = {
     "ppo": EvidenceRow("PPO", "ppo", "questions", 1.85, {**_ONLINE, **_STEADY, "critic": {"lr": 1e-5}}),
     "reinforce_pp": EvidenceRow("REINFORCE++", "reinforce_pp", "questions", 1.94, {**_ONLINE, **_STEADY}),
     "reinforce_pp-vllm": EvidenceRow(
-        "REINFORCE++, vLLM", "reinforce_pp", "questions", 1.99, {**_ONLINE, **_STEADY}, engine="vllm"
+        "REINFORCE++, vLLM", "reinforce_pp", "questions", 1.99, {**_SERVED, **_STEADY}, engine="vllm"
     ),
     "reinforce_pp-ring": EvidenceRow(
         "REINFORCE++, ring attention", "reinforce_pp", "questions", 4.95, {**_ONLINE, **_STEADY}, ring=True
     ),
     "grpo": EvidenceRow("GRPO", "grpo", "questions", 0.61, {**_ONLINE, **_STEADY}),
-    "grpo-vllm": EvidenceRow("GRPO, vLLM", "grpo", "questions", 1.10, {**_ONLINE, **_STEADY}, engine="vllm"),
+    "grpo-vllm": EvidenceRow("GRPO, vLLM", "grpo", "questions", 1.10, {**_SERVED, **_STEADY}, engine="vllm"),
 }
 
 
