@@ -233,7 +233,8 @@ def _compared(folder: Path, name: str, pair: EvidencePair) -> Result:
         if why := _lacking(run, settings["steps"]):
             raise EvidenceError(f"{run}: {why}")
     (a, *more_a), (b, *more_b) = (runs[side] for side in (pair.a, pair.b))
-    comparison = compare(*(read_log(str(run)) for run in (a, b)), [read_log(str(run)) for run in (*more_a, *more_b)])
+    repeats = [read_log(str(run)) for run in (*more_a, *more_b)]
+    comparison = compare(read_log(str(a)), read_log(str(b)), repeats)
     write_report(comparison, folder / "report.html")
     replay = json.loads((folder / REPLAY).read_text(encoding="utf-8")) if (folder / REPLAY).exists() else None
     envs = [json.loads((run / "env.json").read_text(encoding="utf-8")) for run in (a, b)]

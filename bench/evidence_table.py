@@ -135,7 +135,7 @@ def result_of(
         raise EvidenceError(f"{comparison.a} and {comparison.b} have {len(judged)} judged metrics: {comparison.reason}")
     (metric,) = judged
     runs = metric.repeats
-    curves = {
+    curves: dict[str, Any] = {
         "steps": metric.steps,
         "a": [metric.a, *runs[:repeats_of_a]],
         "b": [metric.b, *runs[repeats_of_a:]],
