@@ -3,7 +3,10 @@
 #
 # Run it in a checkout, with CANN's set_env.sh sourced. It writes ./ascend-evidence/ and ascend-evidence.tar.gz and needs
 # no network. PYTHON names an interpreter outside the active virtual environment and .venv; TESTS is an expression of
-# pytest's -k for those who want some of the tests only. --trial tries the script itself on the emulator:
+# pytest's -k for those who want some of the tests only. With MODEL (the folder of SmolLM2-135M) and GSM8K (the folder of
+# train.jsonl and test.jsonl) it also runs both sides of the rows of docs/support.md and writes table.md, whose Ascend
+# column they fill; ROWS chooses some of them, STEPS another number of steps. --rows runs nothing else.
+# --trial tries the script itself on the emulator:
 #   .venv-ascend/bin/python tools/ascend_emulator run -c 'import os; os.execvp("sh", ["sh", "tools/ascend_evidence.sh", "--trial"])'
 set -eu
 say() { printf '%s\n' "$*"; }
@@ -15,11 +18,21 @@ python=${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}
 steps=20
 repeat=20
 trial=
-case "$*" in
-    "") ;;
-    --trial) trial=yes steps=4 repeat=1 ;;
-    *) stop "unknown words: $*" ;;
-esac
+only_rows=
+for word in "$@"; do
+    case $word in
+        --trial) trial=yes steps=4 repeat=1 ;;
+        --rows) only_rows=yes ;;
+        *) stop "unknown words: $*" ;;
+    esac
+done
+model=
+if [ -n "${MODEL:-}${GSM8K:-}$only_rows" ]; then
+    [ -f "${MODEL:-}/config.json" ] || stop "the rows need MODEL, the folder of a model: see docs/support.md"
+    [ -f "${GSM8K:-}/train.jsonl" ] || stop "the rows need GSM8K, the folder of train.jsonl and test.jsonl: see docs/support.md"
+    model=$(CDPATH='' cd -- "$MODEL" && pwd)
+    gsm8k=$(CDPATH='' cd -- "$GSM8K" && pwd)
+fi
 
 # Asked of the driver first: an emulated CANN answers everything else like a real one.
 if [ -n "$trial" ]; then
@@ -43,6 +56,7 @@ say "  2. the tests marked ascend_hardware, 45 of them                20 to 45 m
 say "  3. the fused operators: errors and times                       1 to 3 minutes"
 say "  4. SFT, DPO and GRPO of the tiny model, npu against cpu's tape 10 to 20 minutes"
 say "  5. throughput of those runs                                    seconds"
+say "  6. with MODEL and GSM8K: the rows of docs/support.md           hours, most of them on the CPU"
 say "Interrupt it at any time: what is there by then lies in $out."
 [ -z "$trial" ] || say "TRIAL on the emulator: nothing of this is a device's number."
 say ""
@@ -52,6 +66,48 @@ say "1. the machine"
     say "   the doctor found something broken: see doctor.json"
 npu-smi info >"$out/npu-smi.txt" 2>&1 || say "   npu-smi gives no answer: see npu-smi.txt"
 "$python" -m pip freeze >"$out/packages.txt" 2>&1 || say "   pip gives no answer: see packages.txt"
+
+# rows: both sides of every row of docs/support.md, and the table with the Ascend column
+rows="not run (set MODEL and GSM8K)"
+run_rows() {
+    say "6. the rows of docs/support.md"
+    [ -n "$model" ] || return 0
+    rows=pass
+    mkdir "$out/rows"
+    for row in ${ROWS:-sft dpo kto rm prm ppo reinforce_pp reinforce_pp-vllm reinforce_pp-ring grpo grpo-vllm}; do
+        case $row in *vllm) "$python" -c 'import vllm' 2>/dev/null || {
+            say "   $row: not measured, because vLLM is not installed"
+            continue
+        } ;; esac
+        # shellcheck disable=SC2086  # words of the command
+        "$python" "$root/bench/evidence.py" "$row" --pair npu --model "$model" --data "$gsm8k" --out "$out/rows" \
+            ${STEPS:+--steps $STEPS} ${trial:+--part} >"$out/rows/$row.log" 2>&1 || rows=FAIL
+        say "   $(tail -n 1 "$out/rows/$row.log")"
+    done
+    set --
+    for file in "$out"/rows/*/result.json; do [ ! -f "$file" ] || set -- "$@" "$(dirname -- "$file")"; done
+    if [ $# -gt 0 ]; then
+        "$python" "$root/bench/evidence.py" table --out "$@" --results "$out/results" >"$out/table.md" || rows=FAIL
+    else
+        rows=FAIL
+    fi
+}
+
+pack() {
+    printf '%s\n' "$@" >"$out/verdict.txt"
+    [ -z "$trial" ] || say "emulated: a trial of the script, not evidence" >>"$out/verdict.txt"
+    tar -czf ascend-evidence.tar.gz ascend-evidence
+    say "Look through $out (it names your packages, paths and devices), then send ascend-evidence.tar.gz back."
+    case "$*" in *FAIL*) exit 1 ;; esac
+}
+
+if [ -n "$only_rows" ]; then
+    run_rows
+    cd "$out/.."
+    say "rows: $rows"
+    pack "rows $rows"
+    exit 0
+fi
 
 say "2. the tests marked ascend_hardware"
 tests=pass
@@ -169,11 +225,9 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 PYTHON
 sed 's/^/   /' "$out/throughput.txt"
 
+run_rows
+
 cd "$out/.."
 rm -r "$out/work"
-printf 'tests %s\nkernels %s\nparity %s\nruns %s\n' "$tests" "$kernels" "$parity" "$runs" >"$out/verdict.txt"
-[ -z "$trial" ] || say "emulated: a trial of the script, not evidence" >>"$out/verdict.txt"
-tar -czf ascend-evidence.tar.gz ascend-evidence
-say "tests: $tests, kernels: $kernels, parity: $parity, runs: $runs"
-say "Look through $out (it names your packages, paths and devices), then send ascend-evidence.tar.gz back."
-case "$tests $kernels $parity $runs" in *FAIL*) exit 1 ;; esac
+say "tests: $tests, kernels: $kernels, parity: $parity, runs: $runs, rows: $rows"
+pack "tests $tests" "kernels $kernels" "parity $parity" "runs $runs" "rows $rows"

@@ -1,5 +1,5 @@
 # Trains SFT, DPO and GRPO twice from one start, holds the two runs of each against each other, replays the tape of the
-# first on the second's setting, and puts the verdicts into docs/support.md (rows that fail too).
+# first on the second's setting, and puts the verdicts into docs/support-appendix.md (rows that fail too).
 #
 #   sh tools/record_parity.sh A "KEY=VALUE ..." B "KEY=VALUE ..."
 #   sh tools/record_parity.sh cpu device=cpu bf16 "device=cpu model.dtype=bf16"
@@ -12,7 +12,7 @@ name_a=$1 keys_a=$2 name_b=$3 keys_b=$4
 LOCKSTEP=${LOCKSTEP:-lockstep}
 LOCKSTEP_B=${LOCKSTEP_B:-$LOCKSTEP}
 METHODS=${METHODS:-sft dpo grpo}
-SUPPORT=${SUPPORT:-docs/support.md}
+SUPPORT=${SUPPORT:-docs/support-appendix.md}
 MORE="${MODEL:+model.path=$MODEL} ${MORE:-}"
 quiet="run.folder=runs/parity run.resume=never run.export=false val.every=null val.at_start=false data.val=[] checkpoint.keep_best=0 log.every=20"
 

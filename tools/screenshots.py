@@ -1,6 +1,6 @@
 """Makes the screenshots of docs/ from real runs, with a headless Chromium (tools/install_chromium.sh).
 
-python tools/screenshots.py               docs/compare.png and docs/view.png, from the runs in docs/support
+python tools/screenshots.py               docs/compare.png and docs/view.png, from the runs in docs/support-appendix
 python tools/screenshots.py --runs runs   docs/samples.png too, from the run with samples that is newest in runs/
 """
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 from browser import Browser, find_chromium  # noqa: E402
 
-PAIR = ROOT / "docs" / "support" / "grpo-gsm8k-kernels"
+PAIR = ROOT / "docs" / "support-appendix" / "grpo-gsm8k-kernels"
 """GRPO on GSM8K on one H200: plain torch and fused kernels, two runs of each."""
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 
