@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lockstep.masking import Unresolved, expanded, masked
+from lockstep.version import PACKAGE_FOLDER
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.10 does not have typing.Self
@@ -278,9 +281,21 @@ def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
     return Refusal.at(
         f"package {package}",
         f"is needed for {needed_for}, but is not installed",
-        f'in a checkout: pip install -c constraints.txt -e ".[{extra}]"; elsewhere: pip install "lockstep-rl[{extra}]"',
+        install_command(extra),
         code="missing-package",
     )
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs an extra into the running environment. The command works in every folder: it
+    names the checkout, or the installed wheel."""
+    # Environments of uv have no pip.
+    install = f"{sys.executable} -m pip install" if find_spec("pip") else f"uv pip install --python {sys.executable}"
+    checkout = PACKAGE_FOLDER.parents[1]
+    if (checkout / "constraints-common.txt").is_file():
+        # Without the torch of constraints.txt, because the environments of some devices have another torch.
+        return f'{install} -c "{checkout}/constraints-common.txt" -e "{checkout}[{extra}]"'
+    return f'{install} "lockstep-rl[{extra}]"'
 
 
 def first_line(error: BaseException) -> str:

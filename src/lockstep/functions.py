@@ -262,7 +262,9 @@ def get_function(module: ModuleType, name: str, call: Sequence[str], path: Path)
     if function is None:
         names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise Unloadable(
-            f"has no {name}", f"the functions of the file are: {', '.join(names) or 'none'}", code="invalid-function"
+            f"has no function {name}",
+            f"the functions of the file are: {', '.join(names) or 'none'}",
+            code="invalid-function",
         )
     if not callable(function):
         raise Unloadable(

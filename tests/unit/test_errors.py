@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 import lockstep
+from lockstep import errors
 from lockstep.errors import CODES, Problem, Refusal
 from lockstep.run.console import print_problems
 from refusals import has_problem, printed_problems, refuses
@@ -121,3 +123,18 @@ def test_the_code_is_dim_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> No
     assert "1;31" in where
     assert "\x1b[2" in code
     assert "[not-set]" in code
+
+
+@pytest.mark.parametrize("pip", [True, False])
+def test_the_install_command_of_an_extra_works_in_every_folder(
+    pip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda name: name if pip else None)
+    start = f"{sys.executable} -m pip install" if pip else f"uv pip install --python {sys.executable}"
+    root = SOURCE.parents[1]
+    if (root / "pyproject.toml").is_file():
+        common = root / "constraints-common.txt"
+        assert errors.install_command("math") == f'{start} -c "{common}" -e "{root}[math]"'
+        assert common.is_file()
+    monkeypatch.setattr(errors, "PACKAGE_FOLDER", tmp_path / "site-packages" / "lockstep")
+    assert errors.install_command("math") == f'{start} "lockstep-rl[math]"'

@@ -237,7 +237,7 @@ def test_a_tool_is_loaded_from_a_file_a_package_or_a_function(file: Path) -> Non
         ("only", "positional-only arguments (x)"),
         ("unknown", "Missing"),
         ("number", "not a function"),
-        ("absent", "has no absent"),
+        ("absent", "has no function absent"),
     ],
 )
 def test_functions_without_a_schema_are_refused(file: Path, name: str, why: str) -> None:

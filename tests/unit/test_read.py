@@ -383,9 +383,30 @@ def test_the_index_column_of_a_table(tmp_path: Path) -> None:
 
 def test_a_list_in_a_file_of_lines_says_what_it_is(tmp_path: Path) -> None:
     write(tmp_path / "t.jsonl", b'[\n{"x": 1},\n{"x": 2}\n]\n')
-    with pytest.raises(Refusal) as caught:
-        read_rows("t.jsonl", base=tmp_path)
-    assert "over several lines, use the suffix .json" in caught.value.problems[0].remedy
+    problem = the_problem("t.jsonl", tmp_path)
+    assert (problem.where, problem.code) == ("t.jsonl line 1", "invalid-json")
+    assert "is one JSON list over several lines" in problem.why
+    assert problem.remedy.endswith("mv t.jsonl t.json")
+    write(tmp_path / "t.jsonl", b'{\n "x": 1\n}\n')
+    assert "is one JSON object over several lines" in the_problem("t.jsonl", tmp_path).why
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        (b'{"x": 1,}', "remove the comma after the last value"),
+        (b'{"x": [1, 2,]}', "remove the comma after the last value"),
+        (b"{'x': 1}", "JSON has double quotes; Python's json.dumps(row) writes a valid line"),
+        (b'{"x": 1} {"x": 2}', "correct the line; Python's json.dumps(row) writes a valid one"),
+    ],
+)
+def test_invalid_json_has_a_remedy(tmp_path: Path, line: bytes, remedy: str) -> None:
+    write(tmp_path / "t.jsonl", b'{"x": 1}\n' + line + b'\n{"x": 1}\n')
+    problem = the_problem("t.jsonl", tmp_path)
+    assert (problem.where, problem.code, problem.remedy) == ("t.jsonl line 2", "invalid-json", remedy)
+    if b"} {" not in line:
+        write(tmp_path / "t.json", b"[" + line + b"]")
+        assert the_problem("t.json", tmp_path).remedy == remedy
 
 
 def test_empty_path(tmp_path: Path) -> None:
@@ -562,6 +583,7 @@ def test_bytes_that_are_not_utf8(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, b'{"x": 1}\n{"x": "\xe9"}\n')
     problem = the_problem(name, tmp_path)
     assert (problem.where, problem.code) == (f"{name} line 2", "not-utf8")
+    assert f"iconv -f WINDOWS-1252 -t UTF-8 {name} >" in problem.remedy
     assert "0xe9 at byte 8" in problem.why
 
 
@@ -747,7 +769,7 @@ def test_hub_name_of_nothing() -> None:
 
 @pytest.mark.skipif(find_spec("datasets") is not None, reason="datasets is installed")
 def test_hub_without_the_package() -> None:
-    with refuses("package datasets", "missing-package", "hub:openai/gsm8k", remedy="lockstep-rl[hub]"):
+    with refuses("package datasets", "missing-package", "hub:openai/gsm8k", remedy="[hub]"):
         read_rows("hub:openai/gsm8k:main:train")
 
 

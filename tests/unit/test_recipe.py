@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe, load_recipe, recipe_text
-from lockstep.recipe.loader import builtin_names, dump_recipe
+from lockstep.recipe.loader import builtin_names, described_keys, dump_recipe
 from lockstep.recipe.recipe_checks import DEFAULT_TOKENS
+from lockstep.recipe.renamed_keys import OTHER_TRAINERS
 from recipe_files import BASE, keys, refused, write
 
 
@@ -267,23 +269,43 @@ def test_a_missing_key_does_not_hide_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "said", "remedy"),
     [
-        ("model: {path: m}\nmodel: {path: n}\n", "'model' is given twice"),
-        ("model: {path: m, path: n}\n", "'path' is given twice"),
-        ("model: [1\n", "not valid YAML"),
-        ("model: {path: m}\n\tdata: x\n", "not valid YAML"),
-        ("model: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
-        ("- a\n- b\n", "a mapping of keys, not list"),
-        ("", "a mapping of keys, not"),
-        ("just words\n", "a mapping of keys, not str"),
+        ("model: {path: m}\nmodel: {path: n}\n", "line 2, column 1: key 'model' is given twice", "into one group"),
+        ("model: {path: m, path: n}\n", "line 1, column 18: key 'path' is given twice", "remove one"),
+        ("model: [1\n", "not valid YAML: line 2, column 1: ", "brackets"),
+        ("model:\n\tpath: m\n", "not valid YAML: line 2, column 1: ", "indent with spaces"),
+        ("model: path: m\n", "not valid YAML: line 1, column 12: ", "quote a text that contains a colon"),
+        ("model: !!python/object/apply:os.getcwd []\n", "not valid YAML: line 1, column 8: ", ""),
+        ("- a\n- b\n", "a mapping of keys, not list", ""),
+        ("", "a mapping of keys, not", ""),
+        ("just words\n", "a mapping of keys, not str", ""),
     ],
 )
-def test_broken_files(tmp_path: Path, text: str, said: str) -> None:
+def test_broken_files(tmp_path: Path, text: str, said: str, remedy: str) -> None:
     path = write(tmp_path, text)
     (problem,) = refused(path)
     assert problem.where == path
     assert said in problem.why
+    assert "\n" not in problem.why
+    assert remedy in problem.remedy
+
+
+def test_a_wrong_value_shows_an_example(base: str) -> None:
+    (problem,) = refused(base, "optim.lr=1e-4x")
+    assert (problem.where, problem.remedy) == ("optim.lr", "for example optim.lr=1.0e-05")
+    load_recipe(base, [problem.remedy.removeprefix("for example ")])
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist(tmp_path: Path) -> None:
+    known = described_keys()
+    assert [name for name in OTHER_TRAINERS.values() if re.split(r"[ ,]", name)[0] not in known] == []
+    problems = refused(write(tmp_path, {"model_name_or_path": "m", "train_file": "x.jsonl"}))
+    remedies = {problem.where: problem.remedy for problem in problems}
+    assert remedies["model_name_or_path"] == "did you mean model.path?"
+    assert remedies["train_file"] == "did you mean data.train?"
+    assert remedies["model"].startswith("set model.path: ")
+    assert remedies["data"].startswith("set data.train: ")
 
 
 def test_a_key_that_is_a_list(tmp_path: Path) -> None:

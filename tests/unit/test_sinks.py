@@ -82,7 +82,7 @@ def test_unknown_names_and_missing_packages_are_refused_together(
     assert unknown.remedy.startswith("did you mean tensorboard?")
     assert "tensorboard, wandb, mlflow, swanlab" in unknown.remedy
     assert missing.where == "package swanlab"
-    assert "lockstep-rl[track]" in missing.remedy
+    assert "[track]" in missing.remedy
 
 
 def test_opening_no_sinks_imports_no_tracker(folder: RunFolder, console: RecordingConsole) -> None:

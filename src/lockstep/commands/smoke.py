@@ -135,7 +135,7 @@ def smoke_test(recipe: Recipe) -> None:
         run = RunFolder(run_recipe(small))
         done = _check_run(run, small)
     console = Console.open()
-    console.say("the temporary folder was deleted")
+    console.say("the folder of this run was temporary and is deleted; without --smoke, the command trains")
     console.say(f"smoke test passed in {time.perf_counter() - began:.0f} s: {', '.join(done)}")
 
 

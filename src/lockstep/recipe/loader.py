@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.errors import Problem, Refusal
+from lockstep.errors import Problem, Refusal, first_line
 from lockstep.functions import class_path, register_callable
 from lockstep.masking import masked_tree, secrets_in
 from lockstep.recipe.method_checks import preference_reads
@@ -29,6 +29,8 @@ from lockstep.recipe.methods import (
 from lockstep.recipe.recipe_checks import combination_problems, with_derived_defaults
 from lockstep.recipe.registry import estimator_row, import_plugins
 from lockstep.recipe.renamed_keys import (
+    ABSENT,
+    OTHER_TRAINERS,
     RENAMED,
     both_names,
     current_key,
@@ -220,11 +222,26 @@ def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise Refusal.at(where, f"not valid YAML: {error}", code="invalid-yaml") from error
+        raise Refusal([_invalid_yaml(where, "", error)]) from error
     except RecursionError as error:
         raise Refusal.at(
             where, "is nested too deeply", "a recipe has only a few levels of keys", code="nested-too-deeply"
         ) from error
+
+
+def _invalid_yaml(where: str, what: str, error: yaml.YAMLError) -> Problem:
+    """Returns the problem of a text that YAML cannot parse. A problem in a file names the line."""
+    mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
+    if "'\\t'" in why:
+        remedy = "indent with spaces, because YAML does not allow tabs"
+    elif "given twice" in why:
+        remedy = "remove one of the two, or put the keys of both into one group"
+    elif "mapping values are not allowed" in why:
+        remedy = "indent the keys of a group equally, and quote a text that contains a colon and a space"
+    else:
+        remedy = "check the brackets, quotes and indentation there"
+    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark and not what else ""
+    return Problem(where, f"{what}not valid YAML: {line}{why}", remedy, code="invalid-yaml")
 
 
 def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
@@ -234,7 +251,7 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        return [Problem(key, f"value {text!r} is not valid YAML: {error}", code="invalid-yaml")]
+        return [_invalid_yaml(key, f"value {text!r} is ", error)]
     except RecursionError:
         return [Problem(key, f"value {text[:20]}... is nested too deeply", code="nested-too-deeply")]
     warn_renamed(key)
@@ -334,14 +351,27 @@ def _problem(error: Any) -> Problem:
             key, f"must be a group of keys (given: {error['input']!r})", f"write {key}.NAME=VALUE", code="not-a-group"
         )
     reason = invalid_reason(error)
-    remedy = ""
+    remedy = _example(loc)
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         near = difflib.get_close_matches(error["input"], choices, n=1)
-        remedy = f"did you mean {near[0]}?" if near else ""
+        remedy = f"did you mean {near[0]}?" if near else ""  # the reason lists the choices
     if error["type"] == "string_type" and isinstance(error["input"], bool):
         remedy = "YAML reads yes, no, on and off as true and false: quote the word"
     return Problem(key, f"{reason} (given: {error['input']!r})", remedy, code="invalid-value")
+
+
+def _example(loc: tuple[int | str, ...]) -> str:
+    """Returns the default of a key that has a number or a text as default, as an example of a valid value."""
+    sections: list[type[BaseModel]] = [Recipe]
+    for name in loc[:-1]:
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+        sections = [inner for info in fields for inner in sections_of(info.annotation)]
+    for section in sections:
+        default = section.model_fields[loc[-1]].default if loc[-1] in section.model_fields else None
+        if isinstance(default, int | float | str):
+            return f"for example {'.'.join(map(str, loc))}={yaml.safe_dump(default).split()[0]}"
+    return ""
 
 
 def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:
@@ -375,115 +405,15 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [section for part in getattr(annotation, "__args__", ()) for section in sections_of(part)]
 
 
-# Key names of other trainers, mapped to recipe keys.
-_ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "max_length": "data.max_tokens",
-    "max_seq_length": "data.max_tokens",
-    "max_seq_len": "data.max_tokens",
-    "batch_size": "batch.rows_per_update",
-    "train_batch_size": "batch.rows_per_update",
-    "micro_batch_size": "batch.micro_batch_size",
-    "per_device_train_batch_size": "batch.micro_batch_size",
-    "gradient_accumulation_steps": "batch.rows_per_update",
-    "num_train_epochs": "run.epochs",
-    "total_epochs": "run.epochs",
-    "max_steps": "run.steps",
-    "lora_rank": "model.lora.rank",
-    "lora_r": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "max_grad_norm": "optim.clip",
-    "grad_clip": "optim.clip",
-    "warmup_ratio": "optim.warmup",
-    "warmup_steps": "optim.warmup",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "metric_for_best_model": "checkpoint.best",
-    "load_best_model_at_end": "checkpoint.best",
-    "early_stopping_patience": "run.early_stopping.patience",
-    "early_stopping_threshold": "run.early_stopping.min_delta",
-    "eval_steps": "val.every",
-    "report_to": "log.track",
-    "num_generations": "rollout.n",
-    "n_samples_per_prompt": "rollout.n",
-    "max_completion_length": "rollout.max_tokens",
-    "max_response_length": "rollout.max_tokens",
-    "max_new_tokens": "rollout.max_tokens",
-    "generate_max_len": "rollout.max_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "prompt_max_len": "data.max_prompt_tokens",
-    "adv_estimator": "algorithm.advantage",
-    "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high",
-    "clip_ratio_c": "algorithm.dual_clip",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "loss_agg_mode": "algorithm.aggregation",
-    "entropy_coeff": "algorithm.entropy",
-    "kl_loss_coef": "algorithm.kl.coefficient",
-    "kl_coef": "algorithm.kl.coefficient",
-    "beta": "preference.beta, or online algorithm.kl.coefficient",
-    "label_smoothing": "preference.label_smoothing",
-    "f_divergence_type": "preference.divergence",
-    "f_alpha_divergence_coef": "preference.alpha, which is 1 minus TRL's value",
-    "rpo_alpha": "preference.nll",
-    "nll_loss_coef": "preference.nll",
-    "simpo_gamma": "preference.gamma",
-    "cpo_alpha": "preference.nll",
-    "loss_type": "preference.loss",
-    "answer_key": "data.label_key, or offline data.response_key",
-    "input_key": "data.prompt_key",
-    "output_key": "data.response_key",
-    "system_prompt": "data.system",
-    "input_template": "data.prompt_format",
-    "chat_template": "data.template",
-    "chat_template_kwargs": "data.template_arguments",
-    "apply_chat_template_kwargs": "data.template_arguments",
-    "roles_to_train": "data.train_roles",
-    "assistant_only_loss": "data.train_roles",
-    "multiturn": "data.turns",
-    "mask_history": "data.turns",
-    "ref_model": "preference.reference",
-    "ref_pretrain": "preference.reference",
-    "precompute_ref_log_probs": "preference.precompute",
-    "desirable_weight": "preference.desirable",
-    "undesirable_weight": "preference.undesirable",
-    "center_rewards_coefficient": "rm.center_rewards_coef",
-    "placeholder_token": "prm.placeholder",
-    "reward_tokens": "prm.tokens",
-    "teacher_model": "distill.teacher",
-    "kd_coef": "distill.coefficient",
-    "lmbda": "distill.coefficient",
-    "use_kl_loss": "algorithm.kl.where",
-    "ppo_epochs": "algorithm.epochs",
-    "ppo_mini_batch_size": "batch.prompts_per_update",
-    "reward_funcs": "reward.function",
-    "custom_reward_function": "reward.function",
-}
-
-
-# Keys of other trainers that lockstep does not have, and what to do instead.
-_ABSENT = {
-    **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type"),
-        "use model.quantize=nf4 (4 bits) or model.quantize=int8 with an adapter: model.lora.rank=16",
-    ),
-    **dict.fromkeys(
-        ("zero_stage", "stage", "deepspeed", "fsdp"),
-        "weights, gradients and optimizer state are sharded over all processes; parallel.offload saves more memory",
-    ),
-}
-
-
 def _nearest(loc: tuple[int | str, ...]) -> str:
     keys = described_keys()
     names = [str(part) for part in loc if isinstance(part, str)]
     full, leaf = ".".join(names), names[-1]
     parent = full[: -len(leaf)]
     siblings = [key[len(parent) :] for key in keys if key.startswith(parent) and "." not in key[len(parent) :]]
-    if leaf in _ABSENT:
-        return _ABSENT[leaf]
-    near = [_ELSEWHERE[leaf]] if leaf in _ELSEWHERE else []
+    if leaf in ABSENT:
+        return ABSENT[leaf]
+    near = [OTHER_TRAINERS[leaf]] if leaf in OTHER_TRAINERS else []
     # The cutoffs are high: for less similar names, "did you mean" is wrong more often than right (`stage` and `tape`).
     names_here = [*siblings, *(old[len(parent) :] for old in RENAMED if old.rpartition(".")[0] == parent.rstrip("."))]
     near = near or [current_key(parent + name) for name in difflib.get_close_matches(leaf, names_here, n=1, cutoff=0.7)]
@@ -496,4 +426,9 @@ def _nearest(loc: tuple[int | str, ...]) -> str:
 
 
 def _describe(loc: tuple[int | str, ...]) -> str:
-    return described_keys().get(".".join(str(part) for part in loc if isinstance(part, str)), "")
+    keys, key = described_keys(), ".".join(str(part) for part in loc if isinstance(part, str))
+    if keys.get(key):
+        return keys[key]
+    # A group of keys has no description. The first key of a required group is the required one.
+    first = next((name for name in keys if name.startswith(f"{key}.")), None)
+    return f"set {first}: {keys[first]}" if first else ""

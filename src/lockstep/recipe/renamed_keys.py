@@ -1,4 +1,5 @@
-"""The old names of recipe keys. An old key name works for one release, with a warning. Stored recipes are converted."""
+"""The old names of recipe keys, and the names of the same settings in other trainers. An old key name works for one
+release, with a warning. Stored recipes are converted. A name of another trainer is refused with the recipe key."""
 
 from __future__ import annotations
 
@@ -32,6 +33,111 @@ RENAMED = {
 }
 # Groups that contain a renamed key. The search for old names skips groups that are not listed here.
 _GROUPS = {".".join(parts[:end]) for parts in (old.split(".") for old in RENAMED) for end in range(1, len(parts))}
+
+# Key names of other trainers, mapped to recipe keys.
+OTHER_TRAINERS = {
+    **dict.fromkeys(("model_name_or_path", "model_name", "model_path", "pretrain", "base_model"), "model.path"),
+    **dict.fromkeys(("dataset", "dataset_name", "dataset_path", "train_file", "train_files"), "data.train"),
+    **dict.fromkeys(("eval_dataset", "val_files", "validation_file"), "data.val"),
+    **dict.fromkeys(("output_dir", "save_path", "default_local_dir"), "run.folder"),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "mixed_precision"), "model.dtype"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_warmup_style"), "optim.schedule"),
+    "logging_steps": "log.every",
+    "learning_rate": "optim.lr",
+    "max_length": "data.max_tokens",
+    "max_seq_length": "data.max_tokens",
+    "max_seq_len": "data.max_tokens",
+    "batch_size": "batch.rows_per_update",
+    "train_batch_size": "batch.rows_per_update",
+    "micro_batch_size": "batch.micro_batch_size",
+    "per_device_train_batch_size": "batch.micro_batch_size",
+    "gradient_accumulation_steps": "batch.rows_per_update",
+    "num_train_epochs": "run.epochs",
+    "total_epochs": "run.epochs",
+    "max_steps": "run.steps",
+    "lora_rank": "model.lora.rank",
+    "lora_r": "model.lora.rank",
+    "r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "max_grad_norm": "optim.clip",
+    "grad_clip": "optim.clip",
+    "warmup_ratio": "optim.warmup",
+    "warmup_steps": "optim.warmup",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
+    "metric_for_best_model": "checkpoint.best",
+    "load_best_model_at_end": "checkpoint.best",
+    "early_stopping_patience": "run.early_stopping.patience",
+    "early_stopping_threshold": "run.early_stopping.min_delta",
+    "eval_steps": "val.every",
+    "report_to": "log.track",
+    "num_generations": "rollout.n",
+    "n_samples_per_prompt": "rollout.n",
+    "max_completion_length": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "generate_max_len": "rollout.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "prompt_max_len": "data.max_prompt_tokens",
+    "adv_estimator": "algorithm.advantage",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "clip_ratio_c": "algorithm.dual_clip",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "loss_agg_mode": "algorithm.aggregation",
+    "entropy_coeff": "algorithm.entropy",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "kl_coef": "algorithm.kl.coefficient",
+    "beta": "preference.beta, or online algorithm.kl.coefficient",
+    "label_smoothing": "preference.label_smoothing",
+    "f_divergence_type": "preference.divergence",
+    "f_alpha_divergence_coef": "preference.alpha, which is 1 minus TRL's value",
+    "rpo_alpha": "preference.nll",
+    "nll_loss_coef": "preference.nll",
+    "simpo_gamma": "preference.gamma",
+    "cpo_alpha": "preference.nll",
+    "loss_type": "preference.loss",
+    "answer_key": "data.label_key, or offline data.response_key",
+    "input_key": "data.prompt_key",
+    "output_key": "data.response_key",
+    "system_prompt": "data.system",
+    "input_template": "data.prompt_format",
+    "chat_template": "data.template",
+    "chat_template_kwargs": "data.template_arguments",
+    "apply_chat_template_kwargs": "data.template_arguments",
+    "roles_to_train": "data.train_roles",
+    "assistant_only_loss": "data.train_roles",
+    "multiturn": "data.turns",
+    "mask_history": "data.turns",
+    "ref_model": "preference.reference",
+    "ref_pretrain": "preference.reference",
+    "precompute_ref_log_probs": "preference.precompute",
+    "desirable_weight": "preference.desirable",
+    "undesirable_weight": "preference.undesirable",
+    "center_rewards_coefficient": "rm.center_rewards_coef",
+    "placeholder_token": "prm.placeholder",
+    "reward_tokens": "prm.tokens",
+    "teacher_model": "distill.teacher",
+    "kd_coef": "distill.coefficient",
+    "lmbda": "distill.coefficient",
+    "use_kl_loss": "algorithm.kl.where",
+    "ppo_epochs": "algorithm.epochs",
+    "ppo_mini_batch_size": "batch.prompts_per_update",
+    "reward_funcs": "reward.function",
+    "custom_reward_function": "reward.function",
+}
+# Keys of other trainers that lockstep does not have, and what to do instead.
+ABSENT = {
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type"),
+        "use model.quantize=nf4 (4 bits) or model.quantize=int8 with an adapter: model.lora.rank=16",
+    ),
+    **dict.fromkeys(
+        ("zero_stage", "stage", "deepspeed", "fsdp"),
+        "weights, gradients and optimizer state are sharded over all processes; parallel.offload saves more memory",
+    ),
+}
 
 
 def current_key(key: str) -> str:

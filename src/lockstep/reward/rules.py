@@ -368,10 +368,12 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
     near = difflib.get_close_matches(data_source, available, n=1)
     # The remedy shows the syntax of a command option or of a recipe key.
     other = f"{key} {data_source}=RULE" if key.startswith("-") else f"{key}: {{{data_source}: RULE}}"
+    own = "" if key.startswith("-") else "; for a function of your own: reward.function=FILE.py:NAME"
     raise Refusal.at(
         f"data_source {data_source!r}",
         "has no rule",
         (f"did you mean {near[0]}? " if near else "")
-        + f"rules exist for {', '.join(available)}; for another source: {other}, RULE is one of {', '.join(RULES)}",
+        + f"rules exist for {', '.join(available)}; for another source: {other}, RULE is one of {', '.join(RULES)}"
+        + own,
         code="no-rule",
     )

@@ -9,6 +9,7 @@ import codecs
 import csv
 import io
 import json
+import shlex
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ _BATCH_ROWS = 8192  # keeps a batch of long answers below Arrow's limit of 2 GiB
 _INDEX = "Unnamed: 0"
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
+_IS_JSONL = "a file with one object per line is in the .jsonl format: rename the file"
 PART_BYTES = 8 << 20  # bytes of JSON lines per worker task, which takes about 0.1 s
 _NO_FIELD_LIMIT = 2**31 - 1  # maximum field size; the csv module's default of 128 KiB is shorter than a long answer
 
@@ -49,6 +51,11 @@ def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
+    if (value := _over_several_lines(data)) is not None:
+        why = f"is one JSON {value} over several lines, but a .jsonl file has one object per line"
+        move = f"mv {shlex.quote(name)} {shlex.quote(name.removesuffix('.jsonl') + '.json')}"
+        problems.add(LineOrigin(name, 1), why, f"change the suffix here and in the recipe: {move}", code="invalid-json")
+        return Parsed()
     last = data.rstrip().count(b"\n") + 1
     parts = _line_parts(data)
     done = dict(in_processes(lambda part: _parse_lines(name, data, last, part), parts, processes_here(len(parts))))
@@ -59,6 +66,18 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
         groups.extend(found.groups)
         problems.extend(found.problems)
     return Parsed(JsonRows(data, starts, ends), lines, groups)
+
+
+def _over_several_lines(data: bytes) -> str | None:
+    """Returns "list" or "object" if the file is one JSON value that continues after the first line."""
+    first = data.lstrip().partition(b"\n")[0].strip()
+    if not first.startswith(b"[") and first != b"{":
+        return None
+    try:
+        json.loads(first)
+    except ValueError:
+        return "object" if first == b"{" else "list"
+    return None
 
 
 @dataclass
@@ -110,7 +129,7 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
             problems.add(
                 LineOrigin(name, line),
                 why,
-                _COPY_AGAIN if cut else _one_a_line(raw, line),
+                _COPY_AGAIN if cut else _one_a_line(raw, line) or _json_remedy(text, error),
                 code="damaged-file" if cut else "invalid-json",
             )
         except (ValueError, RecursionError) as error:
@@ -151,6 +170,16 @@ def _one_a_line(raw: bytes, line: int) -> str:
     return ""
 
 
+def _json_remedy(text: str, error: json.JSONDecodeError) -> str:
+    at = text[error.pos : error.pos + 1]
+    if at == "'":
+        return "JSON has double quotes; Python's json.dumps(row) writes a valid line"
+    # Python 3.13 reports a trailing comma at the comma, older versions behind it.
+    if "trailing comma" in error.msg or (at in ("}", "]") and text[: error.pos].rstrip().endswith(",")):
+        return "remove the comma after the last value"
+    return "correct the line; Python's json.dumps(row) writes a valid one"
+
+
 def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
     text = _decode(name, data, problems)
     if text is None or not text.strip():
@@ -160,17 +189,11 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
     except json.JSONDecodeError as error:
         where = LineOrigin(name, error.lineno)
         why = f"invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        if error.msg == "Extra data":
-            problems.add(
-                where,
-                why,
-                "a file with one object per line is in the .jsonl format: rename the file",
-                code="invalid-json",
-            )
-        elif _ran_out(error, text):
+        if _ran_out(error, text):
             problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN, code="damaged-file")
         else:
-            problems.add(where, why, code="invalid-json")
+            remedy = _IS_JSONL if error.msg == "Extra data" else _json_remedy(text, error)
+            problems.add(where, why, remedy, code="invalid-json")
         return Parsed()
     except (ValueError, RecursionError) as error:
         problems.add(name, f"JSON that cannot be read: {error}", code="invalid-json")
@@ -379,7 +402,9 @@ def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, 
     if at_end and error.reason == "unexpected end of data":
         problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN, code="damaged-file")
     else:
-        problems.add(where, why, "save the file as UTF-8", code="not-utf8")
+        source = shlex.quote(where.file)
+        remedy = f"save the file as UTF-8, for example: iconv -f WINDOWS-1252 -t UTF-8 {source} >utf8-rows"
+        problems.add(where, why, remedy, code="not-utf8")
 
 
 def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
