@@ -58,6 +58,18 @@ def test_outputs_and_gradients_are_those_of_the_modules(most: int) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_modules_of_older_transformers_are_stacks_of_experts() -> None:
+    """transformers 5.17 has neither of the two attributes."""
+    module = next(_modules())
+    chosen = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(2)).topk(2).indices
+    states, shares = torch.randn(TOKENS, WIDTH), torch.rand(chosen.shape)
+    wanted = module(states, chosen, shares)
+    for name in ("_is_expert_parallel", "has_post_expert_norm"):
+        vars(module).pop(name, None)
+    assert stacks_experts(module)
+    torch.testing.assert_close(grouped_experts(module, states, chosen, shares), wanted)
+
+
 def test_experts_of_other_ranks_count_as_nothing() -> None:
     module = next(_modules())
     chosen = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(2)).topk(2).indices

@@ -11,7 +11,7 @@ from torch import nn
 from triton.errors import TritonError
 
 from lockstep.kernels.decode.experts_triton import experts, experts_fit
-from lockstep.kernels.experts.grouped_experts import ADAPTERS, Moves, grouped_experts
+from lockstep.kernels.experts.grouped_experts import ADAPTERS, Moves, grouped_experts, has_experts_elsewhere
 from lockstep.kernels.experts.grouped_experts_triton import gate, to_experts, to_tokens
 from lockstep.kernels.fused_modules import (
     GELU_TANH,
@@ -72,7 +72,7 @@ def _experts(self: Any, *args: Any, **more: Any) -> torch.Tensor:
     if len(args) != 3 or more or not runs_on(args[0]) or torch.is_autocast_enabled(args[0].device.type):
         return type(self).forward(self, *args, **more)
     gelu = type(self.act_fn).__name__ in GELU_TANH
-    adapted = ADAPTERS in vars(self) or self._is_expert_parallel
+    adapted = ADAPTERS in vars(self) or has_experts_elsewhere(self)
     if not adapted and experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
         return experts(*args, self.gate_up_proj, self.down_proj, gelu=gelu)
     return grouped_experts(self, *args, moves=Moves(to_experts, to_tokens, partial(gate, gelu=gelu)))

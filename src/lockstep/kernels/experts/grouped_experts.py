@@ -48,9 +48,14 @@ def stacks_experts(module: nn.Module) -> bool:
     and their weights, and whose parameters all begin with the expert dimension. Quantised stacks are no such modules:
     they have codings (`stacks`)."""
     count = vars(module).get("num_experts")
-    stacked = "_is_expert_parallel" in vars(module) and isinstance(count, int) and not hasattr(module, "stacks")
+    stacked = "is_transposed" in vars(module) and isinstance(count, int) and not hasattr(module, "stacks")
     parameters = list(module.parameters())
     return stacked and bool(parameters) and all(one.dim() >= 2 and len(one) == count for one in parameters)
+
+
+def has_experts_elsewhere(module: Any) -> bool:
+    """Returns whether other ranks have a part of the experts. transformers before 5.20 has no such attribute."""
+    return bool(vars(module).get("_is_expert_parallel", False))
 
 
 def grouped_experts(
@@ -70,7 +75,7 @@ def grouped_experts(
     ids_P, order_P = torch.sort(chosen_TK.reshape(-1), stable=True)
     place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
     ends_E = expert_counts(ids_P, count).cumsum(0).to(torch.int32)
-    elsewhere = (ids_P >= count)[:, None] if module._is_expert_parallel else None
+    elsewhere = (ids_P >= count)[:, None] if has_experts_elsewhere(module) else None
     ids_P = ids_P.clamp(max=count - 1)
 
     def project(name: str, x_PI: torch.Tensor) -> torch.Tensor:
@@ -91,7 +96,7 @@ def grouped_experts(
     activate = (moves.gate or module._apply_gate) if module.has_gate else module.act_fn
     inner_PI = activate(inner_PI)
     out_PW = project("down_proj", inner_PI)
-    if module.has_post_expert_norm:
+    if vars(module).get("has_post_expert_norm", False):
         out_PW = module.post_expert_norm(out_PW)
     if shares_TK is None:
         return moves.to_experts(out_PW, place_P, order_P, 1)
