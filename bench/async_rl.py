@@ -8,10 +8,10 @@ python bench/async_rl.py --device cuda --model FOLDER --dtype bf16 --train train
     --folder WORK --staleness turns 0 1 2 3 4 --steps 100 --prompts 32 --n 8 --max-tokens 512 --out result.json
                                     # a real model on rows such as GSM8K's: accuracy and time per step
 
-With `--train`, a call ends after `--minutes` (9 by default). The same command continues in the next call, until all runs
-are finished; `--out` then has all of them. Keys after a comma belong to one side only (`2,optim.lr=1e-5`), and `--set`
-has keys of all sides. Without `--train` and `--learn`, weights are random, so that all responses have the same length
-and every run has the same number of tokens.
+With `--train`, a call ends after `--minutes` (9 by default). The same command continues in the next call, until all
+runs are finished; `--out` then has all of them. Keys after a comma belong to one side only (`2,optim.lr=1e-5`), and
+`--set` has keys of all sides. Without `--train` and `--learn`, weights are random, so that all responses have the same
+length and every run has the same number of tokens.
 """
 
 from __future__ import annotations
@@ -284,14 +284,12 @@ def main() -> None:
     parser.add_argument("--learn", action="store_true", help="the quickstart's task in place of random weights")
     parser.add_argument("--train", type=Path, help="rows to train on; needs --model, --val and --folder")
     parser.add_argument("--val", type=Path, help="with --train: questions whose accuracy is measured")
-    parser.add_argument(
-        "--folder", type=Path, help="with --train: a folder for the runs, which the next call continues"
-    )
+    parser.add_argument("--folder", type=Path, help="with --train: of the runs, which the next call continues")
     parser.add_argument("--minutes", type=float, default=9.0, help="with --train: the longest time of a call")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="with --learn or --train: a run of each")
     parser.add_argument("--val-rows", type=int, default=200, help="with --learn: sums that the accuracy is taken on")
     parser.add_argument(
-        "--val-every", type=int, default=1000, help="with --learn or --train: steps between two looks at it"
+        "--val-every", type=int, default=1000, help="with --learn or --train: steps between measurements"
     )
     parser.add_argument("--out")
     given = parser.parse_args()
