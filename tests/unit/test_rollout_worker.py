@@ -375,20 +375,20 @@ def test_prompts_move_from_a_busy_and_from_a_killed_worker(recipe: Recipe, tmp_p
     """Two ranks in this process, with a worker each. The prompts are those of the first rank."""
     again = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"worker_restarts": 1})})
     store, policy = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), policy_of(recipe)
-    engines = [
-        WorkerEngine(policy, CPU, again, (), tmp_path / f"worker_{rank}.log", exchange=PromptExchange(rank, store))
-        for rank in range(2)
-    ]
+    engines = []
+    for rank in range(2):
+        # Each rank has a connection of its own: a rank that waits for a key blocks its connection.
+        exchange = PromptExchange(rank, TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
+        engines.append(WorkerEngine(policy, CPU, again, (), tmp_path / f"worker_{rank}.log", exchange=exchange))
     first, second = engines
     try:
         for engine in engines:
             engine.hand_over(0, [], SAMPLING)
         busy, killed, alone = ([Request([8, 9 + i], key + i, 16) for i in range(2)] for key in (100, 200, 100))
         first.hand_over(1, busy, SAMPLING)
+        second.hand_over(1, [], SAMPLING)  # before it, the second worker does not start prompts of version 1
         found = of_samples(first.generate(busy, SAMPLING))
         assert 0 < first.moved < 32
-        # The second rank waits for the weights of the prompts that it took over.
-        second.hand_over(1, [], SAMPLING)
         for engine in engines:
             engine.hand_over(2, killed if engine is first else [], SAMPLING)
         before = first.moved
