@@ -397,7 +397,8 @@ def test_prompts_move_from_a_busy_and_from_a_killed_worker(recipe: Recipe, tmp_p
         assert first.moved > before
         assert first.restarts == 1
         # The worker that was started again has the weights, and generates.
-        first.hand_over(3, [], SAMPLING)
+        for engine in engines:
+            engine.hand_over(3, [], SAMPLING)
         assert of_samples(first.generate(alone, SAMPLING)) == found
     finally:
         for engine in engines:
