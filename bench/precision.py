@@ -32,7 +32,7 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Completion, Example, Origin, Request, Sampling
-from report import machine, write_record
+from report import DIFFERENCE, Table, logprob_difference, machine, write_record
 
 DTYPE_CASES = ("fp32", "bf16", "fp16")
 QUANTISED = ("fp8", "int8")
@@ -47,15 +47,21 @@ def cases(device: Device, trainer: str) -> list[tuple[str, str | None]]:
 
 
 @torch.no_grad()
-def trainer_logprobs(policy: Policy, prompts: list[list[int]], made: list[Completion], device: Any) -> torch.Tensor:
-    """The log-probs of the generated tokens, a few responses at a time."""
+def trainer_logprobs(
+    policy: Policy, prompts: list[list[int]], made: list[Completion], device: Any, *, replay: bool = False
+) -> torch.Tensor:
+    """The log-probs of the generated tokens, a few responses at a time. With `replay`, routers use the experts of the
+    engine."""
     policy.scoring = Scoring()
     policy.eval()
     parts = []
     for start in range(0, len(made), 4):
         rows = [
             Example(
-                prompts[one.request] + one.ids, [0] * len(prompts[one.request]) + [1] * len(one.ids), Origin("b", 0)
+                prompts[one.request] + one.ids,
+                [0] * len(prompts[one.request]) + [1] * len(one.ids),
+                Origin("bench", one.request),
+                routes=one.routes if replay else None,
             )
             for one in made[start : start + 4]
         ]
@@ -84,15 +90,12 @@ def measured(folder: str, dtype: str, precision: str | None, given: argparse.Nam
     found = correct(
         trainer_K, engine_K, sequence_K, len(made), weight="token", cap=2.0, mask="none", low=0.5, high=2.0
     ).metrics
-    off_K = (trainer_K - engine_K).abs()
     return {
         "dtype": dtype,
         "precision": precision,
         "tokens": len(engine_K),
-        "mean_diff": float(off_K.mean()),
-        "max_diff": float(off_K.max()),
+        **logprob_difference(trainer_K, engine_K),
         "kl": found["rollout_corr/kl"],
-        "k3": found["rollout_corr/k3"],
         "capped_share": found["rollout_corr/capped_share"],
         "effective_share": found["rollout_corr/effective_share"],
         "tokens_per_second": len(engine_K) / statistics.median(seconds[1:] or seconds),
@@ -120,15 +123,14 @@ def main() -> None:
         if given.model is None:
             write_tiny(Path(folder) / "model")
         model = given.model or str(Path(folder) / "model")
-        print(f"{'engine':<12} {'mean |d|':>9} {'max |d|':>9} {'k3':>9} {'capped':>7} {'ESS':>7} {'tokens/s':>9}")
+        table = Table({"engine": "<12", **DIFFERENCE, "capped": ">7.4f", "ESS": ">7.4f", "tokens/s": ">9.0f"})
+        print(table.header())
         for dtype, precision in cases(device, given.trainer):
             one = measured(model, dtype, precision, given)
             record["cases"].append(one)
             name = dtype if precision is None else f"{dtype} + {precision}"
-            print(
-                f"{name:<12} {one['mean_diff']:>9.2e} {one['max_diff']:>9.2e} {one['k3']:>9.2e} "
-                f"{one['capped_share']:>7.4f} {one['effective_share']:>7.4f} {one['tokens_per_second']:>9.0f}"
-            )
+            shown = ("mean_diff", "max_diff", "k3", "capped_share", "effective_share", "tokens_per_second")
+            print(table.line(name, *(one[key] for key in shown)))
     if given.out:
         write_record(record, given.out)
 

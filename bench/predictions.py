@@ -15,14 +15,13 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 import memory
-from lockstep.device.chips import CHIPS
 from lockstep.device.select import DEVICES
 from lockstep.model.tiny import write_tiny
 from lockstep.preflight.cluster import OnlineSteps, StepWork, TargetCluster, cluster_named
@@ -278,54 +277,6 @@ PUBLISHED_SHAPES = {
 }
 
 
-# GPUs, and seconds of generation, of old log-probs, of the update and of a step with all that is between them.
-VERL_ROWS = (
-    (32, 357.41, 107.71, 313.81, 790.10),
-    (64, 150.72, 70.26, 133.41, 365.28),
-    (128, 177.85, 53.92, 113.81, 356.30),
-)
-# https://verl.readthedocs.io/en/latest/advance/fully_async.html says no more of the machine than its name: arithmetic
-# as in `device/cuda.py`, 4.0 TB/s and 96 GB by the maker's data sheet, links as of an H100.
-H20 = replace(CHIPS["h100"], name="h20", memory=96 * 10**9, half=148e12, single=44e12, bandwidth=4.0e12)
-LONGEST = 28 * 1024
-
-
-def verl_rows() -> Iterator[Prediction]:
-    """verl's "colocate sync": DAPO of Qwen2.5-Math-7B, 512 prompts x 16 responses of at most 28K tokens, 16 updates.
-
-    The mean length of a response is not published. It is what the update's time says by our reckoning; so the update
-    is no test, and the other two phases and the step are. For prompts 150 tokens are taken.
-    """
-    recipe = recipe_of(
-        {
-            "method": "grpo",
-            "model": {"gradient_checkpointing": True},
-            "algorithm": {"kl": {"where": "none"}},
-            "batch": {"prompts": 512, "prompts_per_update": 32, "tokens": 32768},
-            "rollout": {"n": 16, "max_tokens": LONGEST, "max_sequences": 256},
-        }
-    )
-    outlook = Outlook.of(recipe, SHAPES["qwen2.5-7b"].config(), OnlineSteps(150, LONGEST, 150))
-    for devices, generation, old, updating, step in VERL_ROWS:
-        cluster = TargetCluster(devices // 8, 8, H20)
-
-        def phases(length: float, cluster: TargetCluster = cluster) -> dict[str, PhaseTime]:
-            times = replace(outlook, steps=OnlineSteps(150, length, 150)).times(cluster) or []
-            return {phase.name: phase for phase in times}
-
-        low, high = 1.0, float(LONGEST)
-        while high - low > 1:
-            middle = (low + high) / 2
-            low, high = (low, middle) if phases(middle)["update"].open > updating else (middle, high)
-        found, what = phases(low), f"verl, 7B on {devices} H20"
-        yield Prediction(f"{what}, {low:.0f} tokens: update", found["update"].open, updating, fitted=True)
-        yield Prediction(f"{what}: old log-probs", found["old probs"].open, old)
-        yield Prediction(f"{what}: generation, ending together", found["generate"].hidden, generation)
-        yield Prediction(f"{what}: generation, one to the limit", found["generate"].open, generation)
-        yield Prediction(f"{what}: step, at least", sum(phase.hidden for phase in found.values()), step)
-        yield Prediction(f"{what}: step, at most", seconds(list(found.values())), step)
-
-
 # Sizes of a decoder, then rows, their length and the tokens of a micro-batch. Two numbers are fitted to the four.
 CPU_UPDATES = (
     ({"hidden": 64, "layers": 2, "inner": 172, "heads": 4, "keys": 1, "vocabulary": 300}, (32, 256, 4096)),
@@ -467,7 +418,7 @@ def predictions() -> list[Prediction]:
     cluster = cluster_named("1x1:h200")
     fine_tuning = [*sft_rows(cluster), *fine_tuning_rows(cluster)]
     ours = [*engine_rows(cluster), *fine_tuning, *grpo_rows(cluster), *cpu_rows(), *scale_rows()]
-    return [*ours, *nemo_rows(), *verl_rows(), *trainer_rows()]
+    return [*ours, *nemo_rows(), *trainer_rows()]
 
 
 def main() -> None:

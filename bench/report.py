@@ -1,10 +1,11 @@
-"""What the benchmarks print and record alike: the machine with its versions, medians and spreads, the file."""
+"""What several benchmarks print and record: the machine with its versions, medians and spreads, tables, the file."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -47,6 +48,34 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def spread(values: dict[str, float], form: str) -> str:
     return f"{values['median']:{form}} ({values['min']:{form}} to {values['max']:{form}})"
+
+
+class Table:
+    """A table of columns. `columns` maps the name of a column to the format of its cells, such as `>9.2e`."""
+
+    def __init__(self, columns: dict[str, str]):
+        self._columns = columns
+
+    def header(self) -> str:
+        widths = {name: re.match(r"[<>]\d+", form) for name, form in self._columns.items()}
+        return " ".join(f"{name:{width[0] if width else ''}}" for name, width in widths.items())
+
+    def line(self, *cells: object) -> str:
+        return " ".join(f"{cell:{form}}" for cell, form in zip(cells, self._columns.values(), strict=True))
+
+
+# The columns of `logprob_difference`.
+DIFFERENCE = {"mean |d|": ">9.2e", "max |d|": ">9.2e", "k3": ">9.2e"}
+
+
+def logprob_difference(trainer_K: torch.Tensor, engine_K: torch.Tensor) -> dict[str, float]:
+    """Compares log-probs of engine and trainer: mean and maximum of the difference, and k3, an estimate of the KL."""
+    log_ratio_K = (trainer_K - engine_K).double()
+    return {
+        "mean_diff": float(log_ratio_K.abs().mean()),
+        "max_diff": float(log_ratio_K.abs().max()),
+        "k3": float((log_ratio_K.exp() - 1 - log_ratio_K).mean()),
+    }
 
 
 def differ(ours: Sequence[float], theirs: Sequence[float], errors: float = 5.0) -> bool:

@@ -23,7 +23,7 @@ from lockstep.device.base import Device
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_policy
 from lockstep.model.load_folder import DTYPES
-from lockstep.model.policy import Scoring
+from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import Optimizer
@@ -109,6 +109,12 @@ class Update:
 SFT = token_loss
 
 
+def learner_of(policy: Policy, device: Device, optim: Optim, *, masters: bool) -> Learner:
+    """A learner that trains with the device's AdamW, as `lockstep train` does."""
+    optimizer = Optimizer(policy.trainable(), optim, masters=masters, fused=device.fused_optimizer, kernel=device.adamw)
+    return Learner(policy, optimizer, device.torch_device(), World())
+
+
 class Ours:
     """lockstep: packed micro-batches under the token budget."""
 
@@ -121,14 +127,7 @@ class Ours:
         adapter = None if work.lora is None else Lora(rank=work.lora, alpha=2.0 * work.lora, **targets)
         settings = Model(path=work.model, dtype=work.dtype, master_weights=work.masters, lora=adapter)
         policy = load_policy(settings, self.where, work.device.attention, seed=0, scoring=Scoring(alike=True))
-        optimizer = Optimizer(
-            policy.trainable(),
-            work.optim,
-            masters=work.masters,
-            fused=work.device.fused_optimizer,
-            kernel=work.device.adamw,
-        )
-        self.learner = Learner(policy, optimizer, self.where, World())
+        self.learner = learner_of(policy, work.device, work.optim, masters=work.masters)
         self.about = f"packed to {work.tokens} tokens a micro-batch, attention {policy.kernel}"
 
     def train_pass(self) -> Seconds:

@@ -49,19 +49,16 @@ from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Scoring
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
-from lockstep.parallel.world import World
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.recipe_checks import with_derived_defaults
 from lockstep.recipe.schema import Model, Optim, Recipe
-from lockstep.train.optim import Optimizer
-from lockstep.train.step import Learner
 from lockstep.types import Example
 from lockstep.vision.images import png_bytes
 from online_work import settle
 from random_lengths import teach_endings
 from report import machine, spread, summary, write_record
-from sides import Seconds, Stopwatch, has_trl, make_clock, train_watched, trl_optimizer
+from sides import Seconds, Stopwatch, has_trl, learner_of, make_clock, train_watched, trl_optimizer
 
 # How far loss and gradient norm (relative) of the first update may lie from ours. In bf16 this is coarse: TRL runs
 # autocast over fp32 weights, we run in bf16 beside fp32 masters.
@@ -229,14 +226,7 @@ class OurSft:
             gradient_checkpointing=work.args.checkpointing,
         )
         policy = load_policy(settings, where, work.device.attention, seed=0, scoring=Scoring(alike=True))
-        optimizer = Optimizer(
-            policy.trainable(),
-            work.optim,
-            masters=work.masters,
-            fused=work.device.fused_optimizer,
-            kernel=work.device.adamw,
-        )
-        self.learner = Learner(policy, optimizer, where, World())
+        self.learner = learner_of(policy, work.device, work.optim, masters=work.masters)
 
     def first_update(self) -> tuple[float, float]:
         """Loss and gradient norm of the first update, which does not change the weights."""

@@ -201,6 +201,7 @@ def test_what_is_killed_on_one_rank_costs_the_steps_since_the_last_checkpoint(
     run = tmp_path / "runs" / "run"
     words = ["train", online_file, "run.steps=6", "rollout.max_staleness=1", "run.export=false", "checkpoint.every=2"]
     words += ["checkpoint.asynchronous=false", "parallel.max_restarts=1", "parallel.devices=2"]
+    words += ["rollout.worker_restarts=0"]
     environment, once = struck(tmp_path / "blow", 1, signal.SIGKILL, lines(run / "metrics.jsonl", 3), worker=worker)
     done = cold_lockstep(*words, **environment)
     assert once.exists(), done.stdout
@@ -215,3 +216,36 @@ def test_what_is_killed_on_one_rank_costs_the_steps_since_the_last_checkpoint(
     assert sorted(told) == [1, 2, 3, 4, 5, 6]
     assert told[int(resumed[1]) + 1]["async/staleness_max"] == 0  # generated anew, with the weights of the checkpoint
     wait_until(lambda: not workers_of(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_killed_worker_is_started_again_and_the_run_goes_on(
+    online_file: Path, tmp_path: Path, staleness: int
+) -> None:
+    """Three prompts on two ranks: the worker with one prompt runs dry, and takes over responses of the other."""
+    words = ["train", online_file, *COMMON, "run.steps=6", f"rollout.max_staleness={staleness}", "batch.prompts=3"]
+    words += ["rollout.n=4", "rollout.max_tokens=160", "parallel.devices=2", "rollout.worker_restarts=1"]
+    run = tmp_path / "runs" / "cut"
+    environment, once = struck(tmp_path / "blow", 1, signal.SIGKILL, lines(run / "metrics.jsonl", 2), worker=True)
+    done = cold_lockstep(*words, "run.name=cut", **environment)
+    assert once.exists(), done.stdout
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert said.count("the rollout worker was killed (SIGKILL); it starts again (restart 1 of 1)") == 1, done.stderr
+    told = dict(read_metrics(run / "metrics.jsonl"))
+    assert sorted(told) == [1, 2, 3, 4, 5, 6]
+    assert sum(metrics["async/worker_restarts"] for metrics in told.values()) == 1
+    assert all(metrics["async/staleness_max"] <= staleness for metrics in told.values())
+    assert len(samples(run)) == 6 * 3 * 4
+    moved = sum(metrics["async/moved_responses"] for metrics in told.values())
+    if staleness:
+        assert moved > 0
+        return
+    # Without staleness no prompt moves, and the lost batch is generated again as it was.
+    assert moved == 0
+    undisturbed, whole = lockstep(*words, "run.name=whole"), tmp_path / "runs" / "whole"
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert samples(run) == samples(whole)
+    ours, theirs = stored(run, 6), stored(whole, 6)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -153,7 +153,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
     turns to it next, with a checkpoint of step 2 or of step 4."""
     run = tmp_path / "runs" / "run"
     words = ["train", online_file, "run.steps=6", "rollout.max_staleness=1", "run.export=false", "checkpoint.every=2"]
-    words += ["checkpoint.asynchronous=false", f"parallel.max_restarts={restarts}"]
+    words += ["checkpoint.asynchronous=false", f"parallel.max_restarts={restarts}", "rollout.worker_restarts=0"]
     environment, once = struck(tmp_path / "blow", 0, signal.SIGKILL, lines(run / "metrics.jsonl", 3), worker=True)
     done = cold_lockstep(*words, **environment, **({} if restarts else {"RANK": "0", "WORLD_SIZE": "1"}))  # alone
     assert once.exists(), done.stdout

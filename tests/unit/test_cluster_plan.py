@@ -105,14 +105,15 @@ def test_other_text_is_refused_with_the_grammar_and_the_devices(text: str) -> No
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
     with refuses("--cluster", "unknown-device", "'atlas-800-a2'", remedy="did you mean atlas-800t-a2?"):
         cluster_named("2x8:atlas-800-a2")
-    with refuses("--cluster", "out-of-range", "49 nodes", "atlas-a3", "up to 48"):
-        cluster_named("49x16:atlas-a3")
 
 
-@pytest.mark.parametrize("text", [f"100000x8:{name}" for name in CHIPS])
-def test_more_nodes_than_anybody_has_told_of_are_refused(text: str) -> None:
-    with refuses("--cluster", "out-of-range", "100000 nodes"):
-        cluster_named(text)
+@pytest.mark.parametrize("name", CHIPS)
+def test_several_nodes_need_a_known_link(name: str) -> None:
+    if CHIPS[name].between is not None:
+        assert cluster_named(f"4x8:{name}").devices == 32
+        return
+    with refuses("--cluster", "out-of-range", "4 nodes", name, remedy=f"1x8:{name}"):
+        cluster_named(f"4x8:{name}")
 
 
 def test_more_devices_than_a_node_has_are_refused() -> None:
@@ -321,16 +322,13 @@ def test_a_critic_is_scored_and_updated_too() -> None:
 def test_predictions_are_near_what_was_measured() -> None:
     """As docs/scale.md says. Another framework's time is no measure of ours."""
     every = predictions()
-    published = [one for one in every if one.what.startswith(("NeMo", "verl", "prime-rl"))]
-    assert len(published) == 2 * 4 + 3 * 6 + 8
+    published = [one for one in every if one.what.startswith(("NeMo", "prime-rl"))]
+    assert len(published) == 2 * 4 + 8
     # The errors that docs/scale.md explains: short sequences are near, and the longest are predicted far too slow.
     near = [one for one in published if "32b" in one.what or "8192" in one.what]
     assert len(near) == 3
     assert all(abs(one.error) < 0.25 for one in near)
     assert all(one.error > 1 for one in published if "65536" in one.what)
-    # Of verl on 32 H20 all are too short; on more devices its step lies between the two ends or not far off.
-    apart = {one.what: one.error for one in published if "verl" in one.what}
-    assert -0.40 < apart["verl, 7B on 32 H20: step, at least"] < apart["verl, 7B on 32 H20: step, at most"] < -0.15
     found = [one for one in every if one not in published]
     core = [one for one in found if one.what.startswith("CPU")]
     assert len(core) == 6

@@ -131,7 +131,7 @@ def test_a_trajectory_goes_on_under_new_weights_and_every_token_names_its_own(
 
     with conversing(policy, tiny_folder) as (engine, native):
         native.pause = pause
-        engine.pausing = Pausing(pause, between, lambda: len(policies) - 1)
+        engine.pausing = Pausing(pause, between, lambda: len(policies) - 1, lambda waiting: waiting)
         made = list(engine.generate([request(row, 2) for row in range(2)], SAMPLING))
     assert sorted((one.request, one.sample) for one in made) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]
     assert len(policies) > 3

@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import count, pairwise
 from multiprocessing import Pipe
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import environment_classes
 from conftest import write_online_recipe
@@ -27,6 +28,7 @@ from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy, evaluating
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import worker_engine as engine_module
+from lockstep.rollout.worker.prompt_exchange import PromptExchange
 from lockstep.rollout.worker.worker_engine import WorkerEngine
 from lockstep.rollout.worker.worker_loop import _Worker, work
 from lockstep.rollout.worker.worker_protocol import (
@@ -34,12 +36,14 @@ from lockstep.rollout.worker.worker_protocol import (
     Ask,
     BroadcastFailed,
     Failed,
+    GivenUp,
     HandOver,
     Opening,
     WeightGroup,
     WeightMemory,
+    Withdraw,
 )
-from lockstep.types import Example, Origin, Question, Request, Sampling
+from lockstep.types import Completion, Example, Origin, Question, Request, Sampling
 from refusals import refuses
 
 SAMPLING = Sampling(max_tokens=200, seed=3)
@@ -52,7 +56,7 @@ pytestmark = pytest.mark.xdist_group("rollout worker")
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Recipe:
     online_file = write_online_recipe(tmp_path_factory.mktemp("online"), tiny_folder)
-    return load_recipe(str(online_file), ["rollout.max_staleness=1"])
+    return load_recipe(str(online_file), ["rollout.max_staleness=1", "rollout.worker_restarts=0"])
 
 
 def policy_of(recipe: Recipe) -> Policy:
@@ -313,6 +317,122 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
     memory.close()
 
 
+def test_a_response_that_another_worker_continues_is_the_same(recipe: Recipe) -> None:
+    """The worker's own side, in this process: one worker generates alone, and one gives up half to another."""
+    policy = policy_of(recipe)
+    memory = WeightMemory.of(policy.trainable())
+    memory.write(policy.trainable())
+    requests = {number: Request([5, 6, 7 + number], number, 2, max_tokens=12) for number in range(3)}
+    lines, workers = [], []
+    for _ in range(3):
+        ours, its = Pipe()
+        lines.append(ours)
+        workers.append(_Worker(its, Opening(recipe, [], memory.places, 0, torch.get_num_threads()), [memory.file]))
+    whole, first, second = workers
+
+    def finished(*those: int) -> dict[tuple[int, int], Completion]:
+        said = [one for line in those for one in messages(lines[line]) if isinstance(one, Answered)]
+        return {(one.number, one.completion.sample): one.completion for one in said}
+
+    for worker in (whole, first):
+        worker._handle(HandOver(4, Ask(requests, SAMPLING)))
+    whole._generate(whole._same_sampling())
+    first.engine.pause = (lambda rounds: lambda: next(rounds) == 3)(count())  # type: ignore[attr-defined]
+    first._generate(first._same_sampling())
+    first._handle(Withdraw())
+    (given,) = (one for one in messages(lines[1]) if isinstance(one, GivenUp))
+    # Of six samples the last three: one of the second request, two of the third.
+    assert {number: sorted(begun) for number, begun in given.begun.items()} == {2: [0, 1], 1: [1]}
+    assert all(0 < len(one.response.ids) < 12 for begun in given.begun.values() for one in begun.values())
+    assert sorted((job.number, sample) for job in first.jobs for sample in job.begun) == [(0, 0), (0, 1), (1, 0)]
+    second._handle(HandOver(5, None))
+    second._handle(Ask({number: requests[number] for number in given.begun}, SAMPLING, begun=given.begun))
+    for worker in (first, second):
+        worker.engine.pause = lambda: False  # type: ignore[attr-defined]
+        worker._generate(worker._same_sampling())
+    alone, shared = finished(0), finished(1, 2)
+    assert shared.keys() == alone.keys()
+    assert all(shared[key].ids == alone[key].ids for key in alone)
+    begun = len(given.begun[2][0].response.ids)
+    assert list(shared[2, 0].versions) == [4] * begun + [5] * (12 - begun)
+    assert list(shared[0, 0].versions) == [4] * 12
+    memory.close()
+
+
+def messages(line: Connection) -> list[object]:
+    found = []
+    while line.poll():
+        found.append(line.recv())
+    return found
+
+
+def of_samples(completions: Iterable[Completion]) -> dict[tuple[int, int], list[int]]:
+    return {(one.request, one.sample): one.ids for one in completions}
+
+
+@pytest.mark.slow
+def test_prompts_move_from_a_busy_and_from_a_killed_worker(recipe: Recipe, tmp_path: Path) -> None:
+    """Two ranks in this process, with a worker each. The prompts are those of the first rank."""
+    again = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"worker_restarts": 1})})
+    store, policy = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), policy_of(recipe)
+    engines = []
+    for rank in range(2):
+        # Each rank has a connection of its own: a rank that waits for a key blocks its connection.
+        exchange = PromptExchange(rank, TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
+        engines.append(WorkerEngine(policy, CPU, again, (), tmp_path / f"worker_{rank}.log", exchange=exchange))
+    first, second = engines
+    try:
+        for engine in engines:
+            engine.hand_over(0, [], SAMPLING)
+        busy, killed, alone = ([Request([8, 9 + i], key + i, 16) for i in range(2)] for key in (100, 200, 100))
+        first.hand_over(1, busy, SAMPLING)
+        second.hand_over(1, [], SAMPLING)  # before it, the second worker does not start prompts of version 1
+        found = of_samples(first.generate(busy, SAMPLING))
+        assert 0 < first.moved < 32
+        for engine in engines:
+            engine.hand_over(2, killed if engine is first else [], SAMPLING)
+        before = first.moved
+        os.kill(child_of(first), signal.SIGKILL)
+        assert len(of_samples(first.generate(killed, SAMPLING))) == 32
+        assert first.moved > before
+        assert first.restarts == 1
+        # The worker that was started again has the weights, and generates.
+        for engine in engines:
+            engine.hand_over(3, [], SAMPLING)
+        assert of_samples(first.generate(alone, SAMPLING)) == found
+    finally:
+        for engine in engines:
+            engine.close()
+        assert [living(engine) for engine in engines] == [[], []]
+
+
+@pytest.mark.slow
+def test_a_restarted_worker_of_staleness_0_gives_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+    exact = recipe.model_copy(
+        update={"rollout": recipe.rollout.model_copy(update={"worker_restarts": 1, "max_staleness": 0})}
+    )
+    engine = WorkerEngine(policy_of(recipe), CPU, exact, (), tmp_path / "worker.log")
+    requests = [Request([8, 9 + i], i, 3, max_tokens=20 * (1 + i)) for i in range(4)]
+    try:
+        runs = []
+        for version in range(2):
+            engine.hand_over(version, requests, SAMPLING)
+            found = []
+            for one in engine.generate(requests, SAMPLING):
+                if version == 1 and not found:
+                    os.kill(child_of(engine), signal.SIGKILL)
+                found.append(one)
+            runs.append({(one.request, one.sample): (one.ids, one.logprobs) for one in found})
+            assert len(found) == 12
+        assert engine.restarts == 1
+        assert runs[0] == runs[1]
+        os.kill(child_of(engine), signal.SIGKILL)
+        with pytest.raises(LostProcess, match=r"was killed \(SIGKILL\)"):
+            engine.hand_over(2, requests, SAMPLING)
+    finally:
+        engine.close()
+
+
 def test_the_conversations_of_a_worker_have_the_template_the_limit_and_the_logs_of_the_run(
     recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -358,6 +478,38 @@ def test_the_conversations_of_a_worker_have_the_template_the_limit_and_the_logs_
     assert second.completion.trajectory.stop == "context_overflow"
     assert "data.max_prompt_tokens" in second.completion.failure
     assert (tmp_path / "worker").is_dir()
+
+
+def test_a_worker_gives_up_whole_requests_of_an_environment_that_have_not_started(recipe: Recipe) -> None:
+    """The worker's own side, in this process: one trajectory at a time, and the first one runs."""
+    played = {
+        "environment": f"{environment_classes.__file__}:Echo",
+        "environment_args": {"turns": 1},
+        "environment_workers": 1,
+        "max_concurrent": 1,
+    }
+    talking = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=played)})
+    policy = policy_of(recipe)
+    memory = WeightMemory.of(policy.trainable())
+    memory.write(policy.trainable())
+    ours, its = Pipe()
+    worker = _Worker(its, Opening(talking, [], memory.places, 0, torch.get_num_threads()), [memory.file])
+    question = Question("x", [{"role": "user", "content": "two"}], "", Origin("rows", 0))
+    requests = {number: Request([5], number, 2, question=question) for number in range(3)}
+    try:
+        worker._handle(HandOver(0, Ask(requests, replace(SAMPLING, max_tokens=4))))
+        ours.send(Withdraw())  # read at the first pause
+        worker._generate(worker._same_sampling())
+        said = messages(ours)
+    finally:
+        worker.engine.close()
+        memory.close()
+    (given,) = (one for one in said if isinstance(one, GivenUp))
+    # Of six samples at most three, and only both samples of a request.
+    assert {number: sorted(begun) for number, begun in given.begun.items()} == {2: [0, 1]}
+    answered = sorted((one.number, one.completion.sample) for one in said if isinstance(one, Answered))
+    assert answered == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert worker.jobs == []
 
 
 def test_what_a_worker_refuses_is_told_from_what_fails_in_it(recipe: Recipe, tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ class ChipFacts:
     """Memory bandwidth in bytes per second."""
     inside: float
     """Speed of the link to the other devices of the node."""
-    between: float
-    """Speed of the link to other nodes."""
+    between: float | None
+    """Speed of the link to other nodes, or None if no source states it. Clusters of several nodes are then refused."""
     host: float
     """Speed of the link to host memory."""
     reached: Reached = H200_REACHED
@@ -92,8 +92,6 @@ class ChipFacts:
     """Whether `reached` and the speeds of matmuls and memory were measured on this chip."""
     most_devices: int | None = None
     """Number of devices per node. The speed `inside` applies to at most this many devices."""
-    most_nodes: int | None = None
-    """Number of nodes up to which the speed `between` applies, from the largest published cluster with this chip."""
 
     @property
     def products(self) -> float:
@@ -123,8 +121,7 @@ CHIPS = {
         # and copies were measured; the vendor states 989 TFLOP/s and 4.8 TB/s. `single` is the vendor's value times the
         # measured fraction PRODUCTS. The links are NVLink 4 with 900 GB/s in both directions together, ConnectX-7 with
         # 400 Gbit/s per GPU, and PCIe 5 x16. Sources: https://www.nvidia.com/en-us/data-center/h200/, and for the links
-        # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json. The number
-        # of nodes is that of the H100, which has the same network adapters.
+        # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json.
         ChipFacts(
             "h200",
             "cuda",
@@ -137,12 +134,9 @@ CHIPS = {
             host=64 * _GB,
             measured=True,
             most_devices=8,
-            most_nodes=3072,
         ),
         # H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink with 900 GB/s in both directions together
-        # (https://www.nvidia.com/en-us/data-center/h100/). A DGX H100 has one ConnectX-7 of 400 Gbit/s per GPU. Meta
-        # published clusters of 24,576 GPUs, which are 3,072 nodes:
-        # https://engineering.fb.com/2024/03/12/data-center-engineering/building-metas-genai-infrastructure/.
+        # (https://www.nvidia.com/en-us/data-center/h100/). A DGX H100 has one ConnectX-7 of 400 Gbit/s per GPU.
         ChipFacts(
             "h100",
             "cuda",
@@ -154,12 +148,10 @@ CHIPS = {
             between=50 * _GB,
             host=64 * _GB,
             most_devices=8,
-            most_nodes=3072,
         ),
         # A100 SXM: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink with 600 GB/s in both directions together
         # (https://www.nvidia.com/en-us/data-center/a100/). A DGX A100 has one ConnectX-6 of 200 Gbit/s per GPU, and
-        # PCIe 4 x16. Meta's Research SuperCluster has 2,000 nodes:
-        # https://ai.meta.com/blog/supercomputer-meta-research-cluster-2023/.
+        # PCIe 4 x16.
         ChipFacts(
             "a100-80g",
             "cuda",
@@ -171,11 +163,10 @@ CHIPS = {
             between=25 * _GB,
             host=32 * _GB,
             most_devices=8,
-            most_nodes=2000,
         ),
         # GeForce RTX 4090: 24 GB, 1,008 GB/s, 165.2 TFLOP/s dense in bfloat16 with fp32 sums, 82.6 TFLOP/s in fp32
         # (NVIDIA Ada GPU architecture whitepaper, appendix A), PCIe 4 x16 without NVLink. The memory is 24 * 10^9
-        # bytes, which leaves the rest of 24 GiB to the driver and the context. Several nodes are not planned.
+        # bytes, which leaves the rest of 24 GiB to the driver and the context. No standard node has a network link.
         ChipFacts(
             "rtx4090",
             "cuda",
@@ -184,17 +175,15 @@ CHIPS = {
             single=82.6e12,
             bandwidth=1.008e12,
             inside=32 * _GB,
-            between=32 * _GB,
+            between=None,
             host=32 * _GB,
             most_devices=8,
-            most_nodes=1,
         ),
         # Ascend 910B3, the slowest 910B with 64 GB. The FLOP/s are from `device/npu.py`. The memory speed is 1.6 TB/s.
         # Each device has 7 HCCS links of 28 GB/s per direction to the 7 other devices of its node
         # (https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/), and 200 Gbit/s RoCE. The link to the host has 17
         # GB/s, measured in github.com/xiaojia151/Hixl, benchmarks/A2_benchmark_performance.md, which also measured 19.3
-        # GB/s on one HCCS link. The cluster of https://arxiv.org/abs/2504.07866 has 8,192 devices, which are 1,024
-        # nodes. Lockstep has not run on this hardware.
+        # GB/s on one HCCS link. Lockstep has not run on this hardware.
         ChipFacts(
             "atlas-800t-a2",
             "npu",
@@ -206,7 +195,6 @@ CHIPS = {
             between=25 * _GB,
             host=17 * _GB,
             most_devices=8,
-            most_nodes=1024,
         ),
         # One die of an Ascend 910C in a super-node of 48 nodes with 16 dies each (Atlas 900 A3, CloudMatrix384).
         # Source: https://arxiv.org/abs/2506.12708. A die has 64 GB at 1.6 TB/s, and 196 GB/s per direction on the
@@ -223,11 +211,10 @@ CHIPS = {
             between=196 * _GB,
             host=17 * _GB,
             most_devices=16,
-            most_nodes=48,
         ),
         # One core of an Arm Neoverse N1, which has no bfloat16 arithmetic. A matmul of 1,024^3 in fp32 and a copy were
         # measured with torch 2.13 on one thread. Processes of a machine share its memory. The link speed between
-        # processes (gloo over the loopback) and the number of nodes are guesses.
+        # processes (gloo over the loopback) is a guess.
         ChipFacts(
             "cpu",
             "cpu",
@@ -236,11 +223,10 @@ CHIPS = {
             single=35.5e9,
             bandwidth=34 * _GB,
             inside=1 * _GB,
-            between=1 * _GB,
+            between=None,
             host=34 * _GB,
             reached=CORE_REACHED,
             measured=True,
-            most_nodes=64,
         ),
     )
 }

@@ -197,6 +197,7 @@ class TrajectoryBatch:
             self.requests.append(request)
             added = self._new(len(self.requests) - 1)
             self.waiting = [*added, *self.waiting] if first else [*self.waiting, *added]
+        self.waiting = self.pausing.unstarted(self.waiting)
         return True
 
     def _open(self, one: Running) -> bool:

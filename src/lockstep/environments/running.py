@@ -53,6 +53,9 @@ class Pausing:
     starts before those that wait."""
     version: Callable[[], int]
     """Returns the version of the weights."""
+    unstarted: Callable[[list[Running]], list[Running]]
+    """Called after `between` with the trajectories that have not started. Returns those that stay here; the worker of
+    another rank generates the others."""
 
 
 def environment_seed(run: int, key: int, sample: int) -> int:

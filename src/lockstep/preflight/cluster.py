@@ -53,6 +53,11 @@ class TargetCluster:
         """The memory of one device in bytes."""
         return self.chip.memory if self.chip.memory is not None else host_memory().total // self.each
 
+    @property
+    def _between(self) -> float:
+        assert self.chip.between is not None, "`cluster_named` refuses several nodes without a known link"
+        return self.chip.between
+
     def __str__(self) -> str:
         return f"{self.nodes}x{self.each}:{self.chip.name}"
 
@@ -75,7 +80,7 @@ class TargetCluster:
         if group.size == 1:
             return 0.0
         inside = whole * (group.size - 1) / group.size / self.chip.inside if group.each > 1 else 0.0
-        outside = whole * (group.nodes - 1) / group.nodes / (group.each * self.chip.between)
+        outside = whole * (group.nodes - 1) / group.nodes / (group.each * self._between) if group.nodes > 1 else 0.0
         return max(inside, outside) / LINKS
 
     def sum_seconds(self, each: float, group: Members) -> float:
@@ -88,7 +93,7 @@ class TargetCluster:
         possibly to another node."""
         if group.size == 1:
             return 0.0
-        return each / (self.chip.inside if group.nodes == 1 else self.chip.between) / LINKS
+        return each / (self.chip.inside if group.nodes == 1 else self._between) / LINKS
 
 
 def cluster_named(text: str) -> TargetCluster:
@@ -116,12 +121,11 @@ def cluster_named(text: str) -> TargetCluster:
             f"use more nodes: {-(-cluster.devices // chip.most_devices)}x{chip.most_devices}:{chip.name}",
             code="out-of-range",
         )
-    if chip.most_nodes is not None and cluster.nodes > chip.most_nodes:
+    if chip.between is None and cluster.nodes > 1:
         raise Refusal.at(
             "--cluster",
-            f"it has {cluster.nodes} nodes, but the links between nodes of {chip.name} are known only for up to "
-            f"{chip.most_nodes}",
-            f"plan for {chip.most_nodes} nodes or fewer",
+            f"it has {cluster.nodes} nodes, but the speed of the links between nodes of {chip.name} is not known",
+            f"plan for one node: 1x{cluster.each}:{chip.name}",
             code="out-of-range",
         )
     return cluster
@@ -223,10 +227,6 @@ def training_flops(cost: ModelCost, lengths: Sequence[int], *, frozen: bool = Fa
     sequence."""
     squares = sum(length**2 for length in lengths)
     return float(product_flops(cost, sum(lengths), frozen=frozen) + attention_flops(cost, squares))
-
-
-def forward_flops(cost: ModelCost, lengths: Sequence[int]) -> float:
-    return training_flops(cost, lengths) / 3
 
 
 # The number of tokens of one step, from which memory and time are predicted.

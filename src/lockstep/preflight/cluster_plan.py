@@ -202,7 +202,7 @@ class Fit:
 def fitting(outlook: Outlook, cluster: TargetCluster) -> Fit | None:
     """Finds the recipe keys with which the recipe fits on the cluster and is fastest. If no keys make the recipe fit,
     tries more nodes of the same type. Returns None if the recipe fits on no tried cluster."""
-    nodes, most = cluster.nodes, min(MOST_TIMES * cluster.nodes, cluster.chip.most_nodes or MOST_TIMES * cluster.nodes)
+    nodes, most = cluster.nodes, cluster.nodes * (1 if cluster.chip.between is None else MOST_TIMES)
     while nodes <= most:
         larger = replace(cluster, nodes=nodes)
         keys = _fastest(outlook, larger)

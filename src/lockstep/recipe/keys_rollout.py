@@ -247,6 +247,16 @@ class EngineSettings(Section):
         effect=Effect("harmless", "the same model generates on another device of the same type"),
         resumable=True,
     )
+    worker_restarts: int = Field(
+        2,
+        ge=0,
+        description="With `max_staleness`: how often a rank starts its generating process again after it was killed, "
+        "hung or failed. The unfinished responses are generated again, also by the processes of other ranks. "
+        "After that, and always if `weight_sync` is `collective`, a lost process ends the run, and "
+        "`parallel.max_restarts` restarts it from the last checkpoint.",
+        effect=Effect("harmless", "responses are generated again with the same weights"),
+        resumable=True,
+    )
     weight_sync: Literal["auto", "memory", "files", "collective"] = Field(
         "auto",
         description="How weights reach the process that generates. `collective`: the devices (on a CPU, the "

@@ -1,7 +1,7 @@
 """The asynchronous online loop: a worker process generates for later steps while the current step is trained.
 
 The stages are the same as in `online.py`. Every rank has its own rollout worker. The worker gets the full weights and
-generates the responses to the prompts of its rank.
+generates the responses to the prompts of its rank. Unfinished prompts move from a busy or lost worker to an idle one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lockstep.preflight.batch_plan import prompt_limit
 from lockstep.recipe import Recipe
 from lockstep.rollout.collect import AskedAhead
 from lockstep.rollout.engine import training_sampling
+from lockstep.rollout.worker.prompt_exchange import PromptExchange
 from lockstep.rollout.worker.worker_engine import WorkerEngine
 from lockstep.run.console import Console
 from lockstep.train.callbacks import PLAIN_START, StartOptions
@@ -101,11 +102,20 @@ def open_worker(online: Online) -> Iterator[Ahead]:
     )
     with _threads_divided(run.recipe, device):
         ends, limit = run.prepared.end_tokens, prompt_limit(run.recipe, run.prepared.config)
-        engine = WorkerEngine(policy, device, run.recipe, ends, log, collective, worker_device, limit)
+        engine = WorkerEngine(
+            policy, device, run.recipe, ends, log, collective, worker_device, limit, _exchange(run.recipe, run.world)
+        )
         try:
             yield Ahead(online, engine)
         finally:
             engine.close()
+
+
+def _exchange(recipe: Recipe, world: World) -> PromptExchange | None:
+    """Returns the exchange of prompts between the workers. Prompts that move change the batches and so the rounding, by
+    timing. So they stay with a staleness of 0, which equals the synchronous loop, and in deterministic runs."""
+    moves = world.engines > 1 and recipe.rollout.max_staleness and not recipe.run.deterministic
+    return PromptExchange(world.engine) if moves else None
 
 
 @contextmanager
@@ -142,19 +152,22 @@ class _Clock:
         self.engine, self.world = engine, world
         self._last = self._now()
 
-    def _now(self) -> tuple[float, float, float]:
-        return time.monotonic(), self.engine.busy(), self.engine.waited
+    def _now(self) -> tuple[float, ...]:
+        engine = self.engine
+        return time.monotonic(), engine.busy(), engine.waited, engine.moved, engine.restarts
 
     def lap(self) -> dict[str, float]:
         now = self._now()
-        passed, busy, waited = (after - before for after, before in zip(now, self._last, strict=True))
+        passed, busy, waited, moved, restarts = (after - before for after, before in zip(now, self._last, strict=True))
         self._last = now
         # The clocks are not read at exactly the same time, so the utilisation could slightly exceed 1.
-        shares = min(1.0, busy / passed), max(0.0, 1.0 - waited / passed), waited
-        worker, trainer, wait = zip(*self.world.gather(shares), strict=True)
+        shares = min(1.0, busy / passed), max(0.0, 1.0 - waited / passed), waited, moved, restarts
+        workers, trainers, waits, moves, starts = zip(*self.world.gather(shares), strict=True)
         return {
-            "async/worker_busy": sum(worker) / len(worker),
+            "async/worker_busy": sum(workers) / len(workers),
             # All ranks wait for a rank that waits for its worker, so the minimum is reported.
-            "async/trainer_busy": min(trainer),
-            "async/wait_s": max(wait),
+            "async/trainer_busy": min(trainers),
+            "async/wait_s": max(waits),
+            "async/moved_responses": float(sum(moves)),
+            "async/worker_restarts": float(sum(starts)),
         }

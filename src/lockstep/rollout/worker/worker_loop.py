@@ -3,13 +3,15 @@
 When a message from the run arrives, the engine pauses after the current decoding step. After a pause with new weights,
 unfinished responses continue with these weights: the prompt and the generated tokens are prefilled again. The sampling
 noise of a token depends only on its position. An engine that cannot pause (`hf`) finishes its running responses with
-the old weights. Environments run next to the worker; a trajectory keeps its environment over a pause.
+the old weights. Environments run next to the worker; a trajectory keeps its environment over a pause. A worker can give
+up unfinished samples, which the worker of another rank then continues (`prompt_exchange.py`).
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -20,7 +22,7 @@ import torch
 from lockstep.data.encode.chat_template import with_template
 from lockstep.device.select import select
 from lockstep.environments.loop import EnvironmentEngine
-from lockstep.environments.running import Pausing
+from lockstep.environments.running import Pausing, Running
 from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.parallel.world import World
@@ -31,7 +33,9 @@ from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.worker.worker_protocol import (
     Answered,
     Ask,
+    Begun,
     Failed,
+    GivenUp,
     HandOver,
     Idle,
     Meeting,
@@ -40,10 +44,11 @@ from lockstep.rollout.worker.worker_protocol import (
     Probed,
     WeightGroup,
     WeightMemory,
+    Withdraw,
     Working,
     probe,
 )
-from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
+from lockstep.types import PAUSED, PartialResponse, Request, Sampling
 
 # The worker sends a heartbeat if it has sent no message for this many seconds.
 HEARTBEAT_SECONDS = 5.0
@@ -80,21 +85,19 @@ def _channel(transport: Sequence[Place] | Meeting, memory: list[int]) -> WeightM
 
 @dataclass
 class _Unfinished:
-    """A request with its unfinished samples, and for each generated token the version of the weights that generated
-    it."""
+    """A request with its unfinished samples."""
 
     number: int
     request: Request
     sampling: Sampling
     first: bool
-    begun: dict[int, PartialResponse]
-    versions: dict[int, list[int]]
+    begun: dict[int, Begun]
 
     @classmethod
     def of(cls, number: int, request: Request, ask: Ask) -> _Unfinished:
         samples = range(request.first, request.first + request.n)
-        begun = {sample: PartialResponse() for sample in samples}
-        return cls(number, request, ask.sampling, ask.first, begun, {sample: [] for sample in samples})
+        begun = ask.begun.get(number) or {sample: Begun() for sample in samples}
+        return cls(number, request, ask.sampling, ask.first, dict(begun))
 
 
 class _Worker:
@@ -118,6 +121,8 @@ class _Worker:
         self.channel = _channel(opening.weights, memory)
         self.version = -1
         self.jobs: list[_Unfinished] = []
+        self._conversing = self._withdrawn = False
+        """Whether trajectories are being generated, and whether the run waits for requests that they give up."""
         self._last_sent = time.monotonic()
 
     def run(self) -> None:
@@ -135,6 +140,10 @@ class _Worker:
             self._send(Probed(message.version, probe(self.policy, self.device).tolist()))
             if message.ask is not None:
                 self._take(message.ask)
+        elif isinstance(message, Withdraw):
+            self._withdrawn = True
+            if not self._conversing:
+                self._give_up(self.jobs)
         else:
             self._take(message)
 
@@ -142,6 +151,23 @@ class _Worker:
         jobs = [_Unfinished.of(number, request, ask) for number, request in ask.requests.items()]
         # The sort is stable: requests stay in order of arrival, with the `first` requests before the others.
         self.jobs = sorted([*self.jobs, *jobs], key=lambda job: not job.first)
+
+    def _give_up(self, jobs: Sequence[_Unfinished]) -> set[int]:
+        """Gives up half of the unfinished samples, of these jobs only: the last ones, which have the fewest tokens.
+        An environment needs all samples of a request. Returns the numbers of the requests that have no sample left."""
+        whole = isinstance(self.engine, EnvironmentEngine)
+        units = [(job, [*job.begun]) for job in jobs] if whole else [(job, [one]) for job in jobs for one in job.begun]
+        most = sum(len(job.begun) for job in self.jobs) // 2
+        given: dict[int, dict[int, Begun]] = {}
+        for job, samples in reversed(units):
+            if len(samples) > most:
+                break
+            most -= len(samples)
+            given.setdefault(job.number, {}).update({sample: job.begun.pop(sample) for sample in samples})
+        self._withdrawn = False
+        self.jobs = [job for job in self.jobs if job.begun]
+        self._send(GivenUp(given))
+        return {job.number for job in jobs if not job.begun}
 
     def _same_sampling(self) -> list[_Unfinished]:
         """Returns the jobs that have the same sampling parameters as the first job."""
@@ -151,15 +177,19 @@ class _Worker:
         if isinstance(self.engine, EnvironmentEngine):
             self._generate_trajectories(self.engine, jobs)
             return
-        requests = [replace(job.request, partial_responses=dict(job.begun)) for job in jobs]
+        requests = [
+            replace(job.request, partial_responses={sample: one.response for sample, one in job.begun.items()})
+            for job in jobs
+        ]
         for completion in self.engine.generate(requests, jobs[0].sampling):
             job, sample = jobs[completion.request], completion.sample
-            versions = job.versions[sample]
-            versions += [self.version] * (len(completion.ids) - len(versions))
+            before = job.begun[sample].versions
+            versions = (*before, *[self.version] * (len(completion.ids) - len(before)))
             if completion.stop == PAUSED:
-                job.begun[sample] = PartialResponse(completion.ids, completion.logprobs, completion.routes)
+                response = PartialResponse(completion.ids, completion.logprobs, completion.routes)
+                job.begun[sample] = Begun(response, versions)
             else:
-                self._send(Answered(job.number, _versioned(completion, versions)))
+                self._send(Answered(job.number, replace(completion, request=0, versions=versions)))
                 del job.begun[sample]
         self.jobs = [job for job in self.jobs if job.begun]
 
@@ -169,19 +199,30 @@ class _Worker:
         sampling = jobs[0].sampling
 
         def between() -> list[tuple[Request, bool]]:
-            known = {job.number for job in jobs}
+            known = set(map(id, jobs))  # a request that was given up may come back with its number
             while self.pipe.poll():
                 self._handle(self.pipe.recv())
-            added = [job for job in self.jobs if job.number not in known and job.sampling == sampling]
+            added = [job for job in self.jobs if id(job) not in known and job.sampling == sampling]
             jobs.extend(added)
             return [(job.request, job.first) for job in added]
 
-        engine.pausing = Pausing(self._paused, between, lambda: self.version)
+        def unstarted(waiting: list[Running]) -> list[Running]:
+            if not self._withdrawn:
+                return waiting
+            counts = Counter(one.number for one in waiting)
+            given = self._give_up([jobs[at] for at, count in sorted(counts.items()) if count == jobs[at].request.n])
+            return [one for one in waiting if jobs[one.number].number not in given]
+
+        engine.pausing = Pausing(self._paused, between, lambda: self.version, unstarted)
+        self._conversing = True
         for completion in engine.generate([job.request for job in jobs], sampling):
             job = jobs[completion.request]
             self._send(Answered(job.number, replace(completion, request=0)))
             del job.begun[completion.sample]
+        self._conversing = False
         self.jobs = [job for job in self.jobs if job.begun]
+        if self._withdrawn:  # all trajectories ended before the next pause
+            self._give_up(self.jobs)
 
     def _paused(self) -> bool:
         if time.monotonic() - self._last_sent > HEARTBEAT_SECONDS:
@@ -191,7 +232,3 @@ class _Worker:
     def _send(self, message: Any) -> None:
         self._last_sent = time.monotonic()
         self.pipe.send(message)
-
-
-def _versioned(completion: Completion, versions: list[int]) -> Completion:
-    return replace(completion, request=0, versions=tuple(versions))

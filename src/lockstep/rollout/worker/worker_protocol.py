@@ -21,7 +21,7 @@ from lockstep.model.policy import Policy, Scoring, evaluating
 from lockstep.model.text_model import text_config
 from lockstep.recipe import Recipe
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, joined, left
-from lockstep.types import Completion, Example, Origin, Request, Sampling
+from lockstep.types import Completion, Example, Origin, PartialResponse, Request, Sampling
 
 # The code below sends weights to the rollout worker by shared memory or broadcast, and checks the worker's weights.
 
@@ -248,6 +248,17 @@ def refuse_other_weights(
     )
 
 
+def weight_channel(
+    policy: Policy, collective: str | None, seconds: float
+) -> tuple[WeightMemory | WeightGroup, Sequence[Place] | Meeting, list[int]]:
+    """Returns the weight transport, its description for the worker, and the file descriptors to pass to the worker."""
+    if collective is None:
+        memory = WeightMemory.of(policy.kept())
+        return memory, memory.places, [memory.file]
+    group = WeightGroup.opened(collective, seconds)
+    return group, Meeting(group.port, collective, seconds), []
+
+
 # Messages between the training process and its rollout worker. The first message is `Opening`; weights and requests
 # follow.
 
@@ -278,13 +289,35 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The tokens of an unfinished sample, and for each token the version of the weights that generated it."""
+
+    response: PartialResponse = field(default_factory=PartialResponse)
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Ask:
     """Sends requests, by number. With `first`, the worker processes the requests of this message before all other
-    requests."""
+    requests. `begun` has the samples of a request that the worker generates, with their tokens so far; without an
+    entry, the worker generates all samples of the request."""
 
     requests: dict[int, Request]
     sampling: Sampling
     first: bool = False
+    begun: dict[int, dict[int, Begun]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Asks the worker to give up half of its unfinished samples, which another worker generates."""
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The answer to `Withdraw`: the samples of each request that the worker no longer generates."""
+
+    begun: dict[int, dict[int, Begun]]
 
 
 @dataclass(frozen=True)
