@@ -228,10 +228,10 @@ found = {}
 for device in ("cuda", "npu", "cpu", "auto"):
     words = [f"device={device}", "parallel.launcher=ray", "parallel.devices=2"]
     cluster = Cluster(load_recipe(sys.argv[1], words), ray)
-    with cluster.placement.placed(0) as (group, devices), cluster._actors(group, devices) as actors:
+    with cluster.placement.placed(0) as placed, cluster._actors(placed) as (actors, _):
         environments = cluster._environments(actors)
     told = [[one.get(name) for name in sys.argv[2:]] for one in environments]
-    found[device] = [cluster.device, sorted(group.bundle_specs[0]), told]
+    found[device] = [cluster.device, sorted(placed.ranks.bundle_specs[0]), told]
 print(json.dumps(found))
 """
 

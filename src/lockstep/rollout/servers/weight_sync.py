@@ -57,6 +57,8 @@ class WeightSync:
         """The last weight check of each server, keyed by the server's address."""
         self.bounds: Bounds | None = None
         """Bounds of the weight check, calibrated by the first two pushes, or None before the calibration."""
+        self.by_collective = by_collective(self.settings, adapter=manager.lora_rank is not None)
+        """Whether weights are sent by broadcast in a process group."""
         self.by_memory = by_memory(
             self.settings, self.server_adapter, device, self.world.size, adapter=manager.lora_rank is not None
         )
@@ -76,7 +78,7 @@ class WeightSync:
     @property
     def transport(self) -> str:
         """The current weight transport, as a value of `rollout.weight_sync`."""
-        return "collective" if by_collective(self.settings) else "memory" if self.by_memory else "files"
+        return "collective" if self.by_collective else "memory" if self.by_memory else "files"
 
     # -- which servers
 
@@ -160,7 +162,7 @@ class WeightSync:
         server must not stay paused, because the health check of some servers generates tokens and fails during a
         pause."""
         client = server.client
-        if by_collective(self.settings):
+        if self.by_collective:
             with suppress(ServerFailed):
                 self.server_adapter.finish(client)
         for action in (
@@ -227,7 +229,7 @@ class WeightSync:
     @contextmanager
     def _prepare(self, server: Server, weights: Weights) -> Iterator[Callable[[], None]]:
         """Prepares a push and yields the function that pushes while the server is paused."""
-        if by_collective(self.settings):
+        if self.by_collective:
             with self._timed("prepare"):
                 link = self._link(server)
             yield partial(link.give, weights, self.dtype)
@@ -240,7 +242,12 @@ class WeightSync:
     @contextmanager
     def _folder(self) -> Iterator[Path]:
         with ExitStack() as stack:
-            folder = stack.enter_context(transfer_folder(self.settings.server.folder))
+            # Engines on other nodes see the run folder, but not this machine's shared memory.
+            parent = self.settings.server.folder
+            if parent is None and self.settings.server.replicas is not None:
+                self.manager.place.folder.mkdir(exist_ok=True)
+                parent = str(self.manager.place.folder)
+            folder = stack.enter_context(transfer_folder(parent))
             yield folder
             with self._timed("remove"):
                 stack.close()
