@@ -86,6 +86,7 @@ class WeightSync:
         """Sends the weights to every reachable server; waits until at least one server has the weights."""
         self.seconds.clear()
         self._next_version()
+        self._restart_ended()
         reached = []
         for server in self._targets():
             try:
@@ -96,6 +97,12 @@ class WeightSync:
                     raise self._push_refusal(server, error) from error
         if not reached:
             self._wait_for_one(weights)
+
+    def _restart_ended(self) -> None:
+        """Restarts lost servers that have ended, if others are up. If none is up, `_wait_for_one` does it."""
+        for server in self.fleet.servers if self.fleet.up() else []:
+            if server.why and server.process is not None and not server.process.alive:
+                self.manager.restart(server)
 
     def _targets(self) -> list[Server]:
         """Returns the servers that get the weights now. A lost server gets the weights when it responds again
