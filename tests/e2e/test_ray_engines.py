@@ -50,7 +50,7 @@ def cluster() -> Iterator[Any]:
 def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("engines")
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(write_package(folder / "package"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(write_package(folder / "package")), before]))
     yield write_online_recipe(folder, tiny_folder)
     if before is None:
         del os.environ["PYTHONPATH"]
