@@ -21,12 +21,14 @@ import sys, time
 from pathlib import Path
 from lockstep.device.cpu import Cpu
 from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.rollout.servers.adapter import ServerNeeds
 from lockstep.rollout.servers.server_process import start_server
 from lockstep.rollout.servers.vllm import Vllm
 
 python, model, folder, host = sys.argv[1:]
 settings = RolloutSettings(engine="vllm", server={"python": python, "env": {"OMP_NUM_THREADS": "1"}})
-process, url, _ = start_server(Vllm(), settings, Cpu(), model, "fp32", None, Path(folder) / "vllm.log", host)
+log = Path(folder) / "vllm.log"
+process, url, _ = start_server(Vllm(), settings, Cpu(), model, "fp32", ServerNeeds("cpu"), log, host)
 Path(folder, "url.part").write_text(url)
 Path(folder, "url.part").rename(Path(folder, "url"))
 while process.alive:
@@ -70,7 +72,7 @@ def test_grpo_with_vllm_on_another_host_survives_a_cut_cable(
                 wait_until(lambda: run.poll() is not None or (metrics.exists() and metrics.stat().st_size > 0))
                 far.link("down")
                 try:
-                    wait_until(lambda: run.poll() is not None or "health" in log.read_text().split("step", 1)[-1])
+                    wait_until(lambda: run.poll() is not None or "the server is gone" in log.read_text())
                 finally:
                     far.link("up")
             return run.wait(timeout=HANG)
