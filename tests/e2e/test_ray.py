@@ -21,7 +21,7 @@ from conftest import write_online_recipe, write_sft_recipe
 from hang import HANG, wait_until
 from kills import lines
 from ranks import assert_none_left, ranks_of
-from ray_clusters import patient, ray_cluster
+from ray_clusters import patient, ports, ray_cluster
 from runs import close, difference, facts, stored
 from struck import struck
 
@@ -275,7 +275,7 @@ def test_a_run_waits_for_a_node_that_is_added(cluster: Any, whole: Path, recipe:
             told.append(line)
             if "waiting for 3 ranks on the Ray cluster" in line:
                 with patient():
-                    added = cluster.add_node(num_cpus=1)
+                    added = cluster.add_node(num_cpus=1, **ports())
         process.wait(timeout=HANG)
     finally:
         process.kill()
