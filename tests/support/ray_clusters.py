@@ -1,4 +1,4 @@
-"""Ray clusters on this machine for tests."""
+"""Ray clusters on this machine for tests, which start on a busy machine too."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 _NODE_SECONDS = 300.0
-# A raylet waits only 15 s until its agents have written the ports that they chose, which a busy machine may exceed. It
-# does not wait for ports that it is given.
 _PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 
@@ -26,22 +25,31 @@ def ports() -> dict[str, int]:
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Ray gives up on a node that has not started after 30 s, which a busy machine may need. This waits longer."""
-    from ray._private import services
+    """Ray gives up on a node that has not started after 30 s, and a raylet ends if its agents have not written their
+    ports after 15 s. A busy machine may need longer: this waits longer for a node, and writes the ports (`ports`) for
+    the agents, which bind them when they are up."""
+    from ray._private import node, services
 
-    own = services.get_node
+    own_node, own_start = services.get_node, node.Node.start_raylet
 
     def found(*words: Any, **more: Any) -> Any:
         given_up = time.monotonic() + _NODE_SECONDS
         while True:
             try:
-                return own(*words, **more)
+                return own_node(*words, **more)
             except RuntimeError:
                 if time.monotonic() > given_up:
                     raise
             time.sleep(0.5)
 
-    with patch.object(services, "get_node", found):
+    def started(self: Any, *words: Any, **more: Any) -> Any:
+        for name in _PORTS:
+            port = getattr(self._ray_params, name)
+            if port:
+                Path(self._session_dir, f"{name}_{self._node_id}").write_text(str(port), encoding="utf-8")
+        return own_start(self, *words, **more)
+
+    with patch.object(services, "get_node", found), patch.object(node.Node, "start_raylet", started):
         yield
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.device.select import DEVICES, select
-from lockstep.errors import Problem, Refusal, first_line, missing_extra
+from lockstep.errors import STALLED, Problem, Refusal, first_line, missing_extra
 from lockstep.launch.ray_engines import EngineHost
 from lockstep.launch.ray_placement import (
     PlacedBundles,
@@ -51,6 +51,8 @@ _KILLED = 128 + signal.SIGKILL
 _BEAT_SECONDS = 1.0
 # After the first failure of a rank, the driver waits this long for the reports of the other ranks.
 _GRACE_SECONDS = 5.0
+# A head node that does not answer for this time is lost. After 60 s Ray ends the driver itself, without a reason.
+_HEAD_SECONDS = 40.0
 # Time limit for a connection to the cluster of RAY_ADDRESS.
 _CONNECT_SECONDS = 60.0
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
@@ -284,6 +286,37 @@ class Cluster:
         return environments
 
 
+class ClusterHead:
+    """The head node of the cluster, with the GCS, which finds and restarts actors."""
+
+    def __init__(self, ray: Any):
+        # With `ray://` the driver does not reach the head itself.
+        remote = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
+        self.address = "" if remote else str(ray.get_runtime_context().gcs_address)
+        self._silent_since: float | None = None
+
+    def answers(self) -> bool:
+        """Returns whether the head accepts connections. Ends the driver if it has not done so for long: ranks and
+        engines end with their nodes, and calls of Ray would wait for the head."""
+        if not self.address:
+            return True
+        host, _, port = self.address.rpartition(":")
+        try:
+            _meet(host.strip("[]"), int(port), _GRACE_SECONDS)
+            self._silent_since = None
+        except OSError:
+            self._silent_since = self._silent_since or time.monotonic()
+            if time.monotonic() - self._silent_since < _HEAD_SECONDS:
+                return False
+            say(
+                f"the Ray cluster was lost: its head node at {self.address} has not answered for {_HEAD_SECONDS:.0f} "
+                "s. Start it again and run the same command again: the run resumes from the last checkpoint"
+            )
+            sys.stdout.flush()
+            os._exit(STALLED)
+        return True
+
+
 class Ranks:
     """Controls the ranks of one attempt (the first start or a restart) from the driver process."""
 
@@ -291,6 +324,7 @@ class Ranks:
         self.ray, self.actors, self.engines = ray, actors, engines
         # An actor that does not reply for this time counts as lost: it may be stopped, or its node disconnected.
         self.silence = None if stall_seconds is None else max(60.0, stall_seconds)
+        self.head = ClusterHead(ray)
         self.status: dict[int, int] = {}
         self.signals: list[int] = []
 
@@ -342,6 +376,9 @@ class Ranks:
                     waiting[self.actors[rank].read.remote(_BEAT_SECONDS)] = rank
                 else:
                     self.status[rank] = output.status
+            silent = waiting and now - min(heard_at[rank] for rank in waiting.values()) > _GRACE_SECONDS
+            if silent:
+                self.head.answers()
             for reference, rank in list(waiting.items()):
                 if self.silence is not None and now - heard_at[rank] > self.silence:
                     say(f"rank {rank}: its Ray actor has not responded for {now - heard_at[rank]:.0f} s")
@@ -349,6 +386,9 @@ class Ranks:
                     self.status[rank] = _KILLED
             if failed_at is None and any(self.status.values()):
                 failed_at = time.monotonic()
+        # Ranks that were lost with their actors may have been lost with the head.
+        while any(self.status.values()) and not self.head.answers():
+            time.sleep(_BEAT_SECONDS)
         return worst(self.status.values())
 
     def _read_output(self, rank: int, reference: Any) -> RankOutput:
