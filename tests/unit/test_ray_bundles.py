@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
 from lockstep.launch.ray_placement import Placement
 from lockstep.recipe import load_recipe
+from lockstep.rollout.servers.vllm import Vllm
+from lockstep.rollout.servers.weight_transports import by_collective, by_memory
 
 
 def placement(file: Path, nodes: list[dict[str, float]], resource: str, *words: str) -> Placement:
@@ -102,3 +106,29 @@ def test_room_for_ranks_is_counted_beside_the_engines(
     words = [f"parallel.ray.strategy={strategy}", f"rollout.server.replicas={replicas}"]
     words += [f"rollout.server.tensor_parallel={devices}"]
     assert placement(online_file, nodes, "GPU", *ENGINES, *words).room() == room
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["rollout.server.devices=[1]"], "rollout.server.devices"),
+        (["rollout.weight_sync=memory"], "rollout.weight_sync"),
+        (["rollout.url=http://far:8000"], "rollout.server.replicas"),
+        (["rollout.engine=native"], "rollout.server"),
+        (["parallel.launcher=local"], "rollout.server.replicas"),
+        (["rollout.server.replicas=null", "rollout.server.cpus=2"], "rollout.server.cpus"),
+    ],
+)
+def test_keys_that_contradict_engines_of_ray_are_refused(online_file: Path, words: list[str], where: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        load_recipe(str(online_file), [*ENGINES, "rollout.server.replicas=2", *words])
+    assert where in [problem.where for problem in refused.value.problems]
+
+
+def test_weights_go_to_engines_of_ray_by_broadcast_and_adapters_by_files(online_file: Path) -> None:
+    rollout = load_recipe(str(online_file), [*ENGINES, "rollout.server.replicas=1"]).rollout
+    assert by_collective(rollout, adapter=False)
+    assert not by_collective(rollout, adapter=True)
+    assert not by_memory(rollout, Vllm(), Cpu(), 1, adapter=False)
+    own = load_recipe(str(online_file), ["rollout.engine=vllm"]).rollout
+    assert not by_collective(own, adapter=False)

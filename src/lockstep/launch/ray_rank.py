@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,7 @@ class RankProcess:
         folder: str | None,
         run_folder: str,
         niceness: int,
-        engines: list[Any],
+        engines: Sequence[Any] = (),
     ) -> Problem | int:
         """Starts `lockstep` with these arguments in `folder`, or in the Ray job's working directory if `folder` is
         None. Rank 0 controls `engines`, the actors of serving engines. Returns the niceness of the rank, which is
