@@ -114,8 +114,9 @@ class EngineHost:
 
     def check(self, python: str, code: str) -> int | str:
         """Runs a Python program on the engine's node. Returns its exit status, or why it cannot be run."""
+        environment, words = {**os.environ, **self._passed}, [python, "-c", code]
         try:
-            done = subprocess.run([python, "-c", code], capture_output=True, timeout=_CALL_SECONDS, check=False)
+            done = subprocess.run(words, env=environment, capture_output=True, timeout=_CALL_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{error} (on {os.uname().nodename})"
         return done.returncode

@@ -226,8 +226,8 @@ class Cluster:
                 # Ray restarts the actor of an engine. Rank 0 then starts the engine again.
                 engine = self._actor(EngineHost, placed.engines, index, f"{name}-engine-{index}", -1)
                 engines.append(engine.remote(self._passed(), os.nice(0)))
-            count = f"{placed.devices} actors" + (f" and the {len(engines)} actors of engines" if engines else "")
-            with log_wait(f"the {count} of the Ray cluster to start"):
+            count = f"{placed.devices} ranks" + (f" and {len(engines)} engines" if engines else "")
+            with log_wait(f"the Ray actors of {count} to start"):
                 nodes = [place.node for place in self.ray.get([actor.place.remote() for actor in actors])]
                 self.ray.get([engine.place.remote() for engine in engines])
             order = sorted(range(len(actors)), key=lambda index: (nodes[index] != nodes[0], nodes[index], index))
