@@ -17,7 +17,6 @@ _HOW = Effect(
     "matters", "the engine starts with other settings, so log-probs differ by rounding or more; compare the log-probs"
 )
 _LIMIT = Effect("harmless", "this key affects only whether and when the run stops")
-_RAY = ("parallel.launcher", ("ray",))
 
 
 class ServerSettings(Section):
@@ -39,7 +38,6 @@ class ServerSettings(Section):
         "its device.",
         effect=_WHERE,
         resumable=True,
-        read_where=_RAY,
     )
     cpus: int | None = Field(
         None,
@@ -47,7 +45,6 @@ class ServerSettings(Section):
         description="CPUs that Ray reserves for each engine of `replicas`. Default: `tensor_parallel` + 2.",
         effect=_WHERE,
         resumable=True,
-        read_where=_RAY,
     )
     args: list[str] = Field(
         default_factory=list,

@@ -211,6 +211,9 @@ def _replica_problems(recipe: Recipe) -> Iterator[Problem]:
         if server.cpus is not None:
             yield needs("rollout.server.cpus", "Ray reserves it for the engines of rollout.server.replicas", "set both")
         return
+    if recipe.parallel.launcher != "ray":
+        remedy = "set parallel.launcher=ray, or remove it: process 0 then starts one engine"
+        yield needs("rollout.server.replicas", "only Ray places engines", remedy)
     if server.devices is not None:
         yield unfit(
             "rollout.server.devices", "Ray chooses the devices of rollout.server.replicas", "remove one of them"
