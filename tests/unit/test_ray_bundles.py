@@ -91,6 +91,7 @@ def test_an_engine_has_its_devices_and_cpus(online_file: Path, words: list[str],
         ("PACK", 1, 4, 8),
         ("PACK", 3, 2, 6),
         # All ranks on one node: the engines of 2 GPUs go to the smaller node while they fit.
+        ("STRICT_PACK", 1, 2, 8),
         ("STRICT_PACK", 2, 2, 8),
         ("STRICT_PACK", 3, 2, 6),
         ("STRICT_PACK", 1, 8, 4),
