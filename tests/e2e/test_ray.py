@@ -21,6 +21,7 @@ from conftest import write_online_recipe, write_sft_recipe
 from hang import HANG, wait_until
 from kills import lines
 from ranks import assert_none_left, ranks_of
+from ray_clusters import patient, ports, ray_cluster
 from runs import close, difference, facts, stored
 from struck import struck
 
@@ -35,24 +36,10 @@ RAY = [
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head and a node, each with one processor."""
-    from ray.cluster_utils import Cluster
-
-    found: Any = None
-    for left in (2, 1, 0):
-        try:
-            found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-            found.add_node(num_cpus=1)
-            break
-        except Exception:
-            # A raylet that does not start in 30 s is given up by Ray; on a busy machine that happens.
-            if found is not None:
-                found.shutdown()
-            if not left:
-                raise
-    os.environ["RAY_ADDRESS"] = found.address
-    yield found
-    del os.environ["RAY_ADDRESS"]
-    found.shutdown()
+    with ray_cluster({"num_cpus": 1}, {"num_cpus": 1}) as found:
+        os.environ["RAY_ADDRESS"] = found.address
+        yield found
+        del os.environ["RAY_ADDRESS"]
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +65,9 @@ def whole(cluster: Any, recipe: Path) -> Path:
     return runs / "run"
 
 
-def assert_equal(run: Path, whole: Path) -> None:
+def assert_equal(run: Path, whole: Path, steps: int = 4) -> None:
     assert facts(run) == facts(whole)
-    weights, wanted = stored(run, 4), stored(whole, 4)
+    weights, wanted = stored(run, steps), stored(whole, steps)
     assert weights.keys() == wanted.keys()
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
@@ -228,10 +215,10 @@ found = {}
 for device in ("cuda", "npu", "cpu", "auto"):
     words = [f"device={device}", "parallel.launcher=ray", "parallel.devices=2"]
     cluster = Cluster(load_recipe(sys.argv[1], words), ray)
-    with cluster.placement.placed(0) as (group, devices), cluster._actors(group, devices) as actors:
+    with cluster.placement.placed(0) as placed, cluster._actors(placed) as (actors, _):
         environments = cluster._environments(actors)
     told = [[one.get(name) for name in sys.argv[2:]] for one in environments]
-    found[device] = [cluster.device, sorted(group.bundle_specs[0]), told]
+    found[device] = [cluster.device, sorted(placed.ranks.bundle_specs[0]), told]
 print(json.dumps(found))
 """
 
@@ -287,7 +274,8 @@ def test_a_run_waits_for_a_node_that_is_added(cluster: Any, whole: Path, recipe:
         for line in process.stdout:
             told.append(line)
             if "waiting for 3 ranks on the Ray cluster" in line:
-                added = cluster.add_node(num_cpus=1)
+                with patient():
+                    added = cluster.add_node(num_cpus=1, **ports())
         process.wait(timeout=HANG)
     finally:
         process.kill()
@@ -325,3 +313,31 @@ def test_a_lost_node_is_done_without(cluster: Any, recipe: Path, tmp_path: Path)
     assert [step for step, _ in told] == list(range(1, 61))
     assert [one["train/loss"] for _, one in told] == pytest.approx([one["train/loss"] for _, one in wanted], rel=1e-4)
     assert close(stored(runs / "run", 60), stored(recipe.parent / "runs" / "long", 60))
+
+
+def test_a_lost_head_ends_the_run_and_the_same_command_goes_on_in_a_new_cluster(recipe: Path, tmp_path: Path) -> None:
+    """The head has the GCS, without which no actor can be placed or found. Nothing of the run is left, and the resumed
+    run is bit-identical to an undisturbed one."""
+    runs, steps = tmp_path / "runs", 40
+    words = ["train", str(recipe), *RAY, f"run.steps={steps}", "optim.schedule=constant"]
+    alone = [word for word in words if word != "parallel.launcher=ray"]
+    done = cold_lockstep(*alone, f"run.folder={tmp_path / 'whole'}")
+    assert done.returncode == 0, done.stderr
+    mark = {"LOCKSTEP_TEST": str(tmp_path)}
+    with ray_cluster({"num_cpus": 2}) as first:
+        process = begun([*words, f"run.folder={runs}"], RAY_ADDRESS=first.address, **mark)
+        try:
+            wait_for(process, lambda: lines(runs / "run" / "metrics.jsonl", 3).has_come())
+            first.remove_node(first.head_node, allow_graceful=False)
+            said, _ = process.communicate(timeout=HANG)
+        finally:
+            process.kill()
+            process.communicate()
+    assert process.returncode not in (0, 2), said
+    assert "the Ray cluster was lost" in " ".join(said.split())
+    wait_until(lambda: not bearers(mark))
+    assert len(facts(runs / "run")) < steps, "the head was lost too late"
+    with ray_cluster({"num_cpus": 2}) as second:
+        done = cold_lockstep(*words, f"run.folder={runs}", RAY_ADDRESS=second.address)
+    assert done.returncode == 0, done.stderr
+    assert_equal(runs / "run", tmp_path / "whole" / "run", steps)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,6 +18,7 @@ from conftest import write_sft_recipe
 from guide_commands import GUIDES, Folders
 from hang import HANG
 from ranks import assert_none_left
+from ray_clusters import ray_cluster
 from reward_models import write_reward_model
 from runs import difference
 
@@ -32,8 +32,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "ray-job.sh"
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[str]:
     """The address that jobs are sent to, of a head with two processors."""
-    from ray.cluster_utils import Cluster
-
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -41,21 +39,11 @@ def jobs() -> Iterator[str]:
     path = os.environ["PATH"]
     os.environ["PATH"] = f"{RAY.parent}{os.pathsep}{path}"
     head = {"num_cpus": 2, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
-    found: Any = None
     try:
-        for left in (2, 1, 0):
-            try:
-                found = Cluster(initialize_head=True, head_node_args=head)
-                break
-            except Exception:
-                # A raylet that does not start in 30 s is given up by Ray; on a busy machine that happens.
-                if not left:
-                    raise
-        yield f"http://127.0.0.1:{port}"
+        with ray_cluster(head):
+            yield f"http://127.0.0.1:{port}"
     finally:
         os.environ["PATH"] = path
-        if found is not None:
-            found.shutdown()
 
 
 def submitted(jobs: str, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:

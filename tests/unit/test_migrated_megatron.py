@@ -60,6 +60,24 @@ def test_sizes_become_tensor_parallelism_and_the_pipeline_is_sharded() -> None:
     assert "layout" in why(done, "actor_rollout_ref.ref.megatron.tensor_model_parallel_size")
 
 
+def test_experts_are_divided_over_as_many_devices() -> None:
+    """16 devices, of which 2 are one tensor-parallel group: 8 share a copy of the model, in 2 groups of 4."""
+    devices = ("trainer.n_gpus_per_node=8", "trainer.nnodes=2", f"{G}.tensor_model_parallel_size=2")
+    experts, offload = f"{G}.expert_model_parallel_size=4", f"{G}.param_offload=True"
+    reference = ("actor_rollout_ref.ref.megatron.param_offload=True", f"{A}.use_kl_loss=True")
+    done = convert(*devices, experts, f"{G}.expert_tensor_parallel_size=1")
+    assert (checked(done).parallel.expert_parallel, checked(done).parallel.tensor_parallel) == (4, 2)
+    assert "tensor_parallel" in why(done, f"{G}.expert_tensor_parallel_size")
+    done = convert(*devices[:2], experts, offload, *reference)
+    made = checked(done).parallel
+    assert (made.expert_parallel, made.offload, made.offload_reference) == (4, "none", False)
+    assert "expert-parallel weights" in why(done, f"{G}.param_offload")
+    assert "expert-parallel weights" in why(done, "actor_rollout_ref.ref.megatron.param_offload")
+    done = convert(*devices, experts.replace("4", "16"))
+    assert checked(done).parallel.expert_parallel == 1
+    assert "16 does not divide the 8 devices" in why(done, f"{G}.expert_model_parallel_size")
+
+
 def test_context_parallelism_has_the_tokens_of_one_device() -> None:
     """4 devices hold 600 tokens each of a sequence of at most 2048 tokens."""
     words = (f"{G}.context_parallel_size=4", f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=600")

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.device.cpu import Cpu
+from lockstep.errors import Refusal
 from lockstep.launch.ray_placement import Placement
 from lockstep.recipe import load_recipe
+from lockstep.rollout.servers.vllm import Vllm
+from lockstep.rollout.servers.weight_transports import by_collective, by_memory
 
 
 def placement(file: Path, nodes: list[dict[str, float]], resource: str, *words: str) -> Placement:
@@ -26,12 +30,14 @@ def placement(file: Path, nodes: list[dict[str, float]], resource: str, *words: 
         (["rollout.engine=vllm"], [5.0, 4.0]),  # rank 0 starts the server
         (["rollout.engine=vllm", "rollout.url=http://far:8000"], [4.0, 4.0]),
         (["rollout.engine=vllm", "parallel.ray.cpus_per_rank=6"], [6.0, 6.0]),
+        # The engines have bundles of their own.
+        (["rollout.engine=vllm", "rollout.server.replicas=2", "parallel.launcher=ray"], [4.0, 4.0]),
     ],
 )
 def test_a_bundle_has_a_cpu_for_each_process_of_the_rank(
     online_file: Path, words: list[str], wanted: list[float]
 ) -> None:
-    found = placement(online_file, [], "GPU", "reward.workers=3", *words).bundles(2)
+    found = placement(online_file, [], "GPU", "reward.workers=3", "parallel.devices=2", *words).bundles(2)
     assert found == [{"CPU": count, "GPU": 1.0} for count in wanted]
 
 
@@ -56,3 +62,74 @@ def test_room_is_counted_node_by_node(recipe_file: Path, strategy: str, cpus: in
     words = [f"parallel.ray.strategy={strategy}", f"parallel.ray.cpus_per_rank={cpus}", "parallel.launcher=ray"]
     words += ["parallel.devices=2"]
     assert placement(recipe_file, nodes, "GPU", *words).room() == room
+
+
+ENGINES = ["parallel.launcher=ray", "parallel.devices=2", "parallel.ray.cpus_per_rank=1", "rollout.engine=vllm"]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], {"CPU": 3.0, "GPU": 1.0}),  # a server, an engine and a worker
+        (["rollout.server.tensor_parallel=4"], {"CPU": 6.0, "GPU": 4.0}),
+        (["rollout.server.tensor_parallel=4", "rollout.server.cpus=16"], {"CPU": 16.0, "GPU": 4.0}),
+    ],
+)
+def test_an_engine_has_its_devices_and_cpus(online_file: Path, words: list[str], wanted: dict[str, float]) -> None:
+    found = placement(online_file, [], "GPU", *ENGINES, "rollout.server.replicas=2", *words)
+    assert found.engine_bundles() == [wanted, wanted]
+    on_cpu = placement(online_file, [], "CPU", *ENGINES, "rollout.server.replicas=2", *words)
+    assert on_cpu.engine_bundles() == [{"CPU": wanted["CPU"]}] * 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicas", "devices", "room"),
+    [
+        # Nodes of 8 and 4 GPUs, and one without. An engine of 8 GPUs leaves the 4 of the other node.
+        ("PACK", 1, 8, 4),
+        ("PACK", 2, 8, 0),
+        ("PACK", 1, 4, 8),
+        ("PACK", 3, 2, 6),
+        # All ranks on one node: the engines of 2 GPUs go to the smaller node while they fit.
+        ("STRICT_PACK", 1, 2, 8),
+        ("STRICT_PACK", 2, 2, 8),
+        ("STRICT_PACK", 3, 2, 6),
+        ("STRICT_PACK", 1, 8, 4),
+        # A rank per node: an engine may be beside a rank.
+        ("STRICT_SPREAD", 1, 8, 1),
+        ("STRICT_SPREAD", 1, 2, 2),
+    ],
+)
+def test_room_for_ranks_is_counted_beside_the_engines(
+    online_file: Path, strategy: str, replicas: int, devices: int, room: int
+) -> None:
+    nodes = [{"GPU": 8.0, "CPU": 64.0}, {"GPU": 4.0, "CPU": 64.0}, {"CPU": 32.0}]
+    words = [f"parallel.ray.strategy={strategy}", f"rollout.server.replicas={replicas}"]
+    words += [f"rollout.server.tensor_parallel={devices}"]
+    assert placement(online_file, nodes, "GPU", *ENGINES, *words).room() == room
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["rollout.server.devices=[1]"], "rollout.server.devices"),
+        (["rollout.weight_sync=memory"], "rollout.weight_sync"),
+        (["rollout.url=http://far:8000"], "rollout.server.replicas"),
+        (["rollout.engine=native"], "rollout.server"),
+        (["parallel.launcher=local"], "rollout.server.replicas"),
+        (["rollout.server.replicas=null", "rollout.server.cpus=2"], "rollout.server.cpus"),
+    ],
+)
+def test_keys_that_contradict_engines_of_ray_are_refused(online_file: Path, words: list[str], where: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        load_recipe(str(online_file), [*ENGINES, "rollout.server.replicas=2", *words])
+    assert where in [problem.where for problem in refused.value.problems]
+
+
+def test_weights_go_to_engines_of_ray_by_broadcast_and_adapters_by_files(online_file: Path) -> None:
+    rollout = load_recipe(str(online_file), [*ENGINES, "rollout.server.replicas=1"]).rollout
+    assert by_collective(rollout, adapter=False)
+    assert not by_collective(rollout, adapter=True)
+    assert not by_memory(rollout, Vllm(), Cpu(), 1, adapter=False)
+    own = load_recipe(str(online_file), ["rollout.engine=vllm"]).rollout
+    assert not by_collective(own, adapter=False)

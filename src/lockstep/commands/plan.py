@@ -78,7 +78,7 @@ def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
 def _weight_sync(recipe: Recipe, device: Device) -> str:
     """Describes how trained weights are sent to the inference server, for a run with one process."""
     rollout, files = recipe.rollout, "through files"
-    if by_collective(rollout):
+    if by_collective(rollout, adapter=recipe.model.lora is not None):
         return f"by {device.collective}"
     if by_memory(rollout, server_adapter_of(rollout), device, 1, adapter=recipe.model.lora is not None):
         memory = "through the run's device memory"
@@ -96,7 +96,8 @@ def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
         *serving_on(device.name, rollout.engine).settings(sleep=rollout.sleep),
     ]
     lines = [("engine setting", f"{what}: {why}") for what, why in settings]
-    if device.visible_variable is not None and rollout.server.devices is None:
+    shared = rollout.server.devices is None and rollout.server.replicas is None
+    if device.visible_variable is not None and shared:
         lines.append(("engine memory", _memory(rollout)))
     return lines
 

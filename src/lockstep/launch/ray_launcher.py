@@ -15,8 +15,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.device.select import DEVICES, select
-from lockstep.errors import Problem, Refusal, first_line, missing_extra
-from lockstep.launch.ray_placement import Placement, cpus_per_rank, refuse_rigid, starts_server
+from lockstep.errors import STALLED, Problem, Refusal, first_line, missing_extra
+from lockstep.launch.ray_engines import EngineHost
+from lockstep.launch.ray_placement import (
+    PlacedBundles,
+    Placement,
+    cpus_per_engine,
+    cpus_per_rank,
+    refuse_rigid,
+    replicas,
+    starts_server,
+)
 from lockstep.launch.ray_rank import RankOutput, RankPlace, RankProcess
 from lockstep.launch.restarts import worst
 from lockstep.masking import variables
@@ -42,6 +51,8 @@ _KILLED = 128 + signal.SIGKILL
 _BEAT_SECONDS = 1.0
 # After the first failure of a rank, the driver waits this long for the reports of the other ranks.
 _GRACE_SECONDS = 5.0
+# A head node that does not answer for this time is lost. After 60 s Ray ends the driver itself, without a reason.
+_HEAD_SECONDS = 40.0
 # Time limit for a connection to the cluster of RAY_ADDRESS.
 _CONNECT_SECONDS = 60.0
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
@@ -67,6 +78,7 @@ def ray_cluster(recipe: Recipe) -> Iterator[StartRanks]:
 
     refuse_rigid(recipe.parallel)
     devices = (recipe.parallel.devices or 1) * cpus_per_rank(recipe) + starts_server(recipe)
+    devices += replicas(recipe) * cpus_per_engine(recipe)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if recipe.parallel.ray.runtime_env:
         quiet["runtime_env"] = _checked_environment(recipe.parallel.ray.runtime_env)
@@ -186,11 +198,11 @@ class Cluster:
         """Runs all ranks once and returns the exit status of the run. `turn` counts restarts."""
         from ray.exceptions import RayActorError
 
-        with self.placement.placed(turn) as (group, devices):
-            rank_arguments = [*arguments, f"device={self.device}", f"parallel.devices={devices}"]
+        with self.placement.placed(turn) as placed:
+            rank_arguments = [*arguments, f"device={self.device}", f"parallel.devices={placed.devices}"]
             try:
-                with self._actors(group, devices) as actors:
-                    ranks = Ranks(self.ray, actors, self.recipe.parallel.stall_seconds)
+                with self._actors(placed) as (actors, engines):
+                    ranks = Ranks(self.ray, actors, engines, self.recipe.parallel.stall_seconds)
                     run_folder = str(Path(self.recipe.run.folder) / self.recipe.run.name)
                     return ranks.run(rank_arguments, self._environments(actors), self.folder, run_folder)
             except RayActorError as error:
@@ -198,44 +210,61 @@ class Cluster:
                 return _KILLED
 
     @contextmanager
-    def _actors(self, group: Any, devices: int) -> Iterator[list[Any]]:
-        """Yields one Ray actor per device. Actors on the same node are adjacent in the list, and the actor of the first
-        bundle is the first, because this bundle has the CPU of a serving engine, which rank 0 starts."""
+    def _actors(self, placed: PlacedBundles) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Yields one Ray actor per device, and one per engine. Actors of ranks on the same node are adjacent in the
+        list, and the actor of the first bundle is the first, because this bundle has the CPU of a serving engine, which
+        rank 0 starts."""
         from ray.exceptions import RuntimeEnvSetupError
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        kind = self.ray.remote(RankProcess)
         actors: list[Any] = []
+        engines: list[Any] = []
+        name = self.recipe.run.name
         try:
-            for index in range(devices):
-                options = kind.options(
-                    name=f"{self.recipe.run.name}-{index}",
-                    num_cpus=group.bundle_specs[index]["CPU"],
-                    num_gpus=1 if self.resource == "GPU" else 0,
-                    resources={} if self.resource in ("CPU", "GPU") else {self.resource: 1},
-                    max_concurrency=4,
-                    max_restarts=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-                )
-                actors.append(options.remote())
-            with log_wait(f"the {devices} actors of the Ray cluster to start"):
+            for index in range(placed.devices):
+                actors.append(self._actor(RankProcess, placed.ranks, index, f"{name}-{index}", 0).remote())
+            for index in range(replicas(self.recipe)):
+                # Ray restarts the actor of an engine. Rank 0 then starts the engine again.
+                engine = self._actor(EngineHost, placed.engines, index, f"{name}-engine-{index}", -1)
+                engines.append(engine.remote(self._passed(), os.nice(0)))
+            count = f"{placed.devices} ranks" + (f" and {len(engines)} engines" if engines else "")
+            with log_wait(f"the Ray actors of {count} to start"):
                 nodes = [place.node for place in self.ray.get([actor.place.remote() for actor in actors])]
-            order = sorted(range(devices), key=lambda index: (nodes[index] != nodes[0], nodes[index], index))
-            yield [actors[index] for index in order]
+                self.ray.get([engine.place.remote() for engine in engines])
+            order = sorted(range(len(actors)), key=lambda index: (nodes[index] != nodes[0], nodes[index], index))
+            yield [actors[index] for index in order], engines
         except RuntimeEnvSetupError as error:
             remedy = "correct it; `ray logs` on the node has the full output"
             raise Refusal.at("parallel.ray.runtime_env", first_line(error), remedy, code="invalid-value") from error
         finally:
-            for actor in actors:
+            for actor in [*actors, *engines]:
                 self.ray.kill(actor)
+
+    def _actor(self, kind: type, group: Any, index: int, name: str, max_restarts: int) -> Any:
+        """Returns an actor class with the options of one bundle of a placement group."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = group.bundle_specs[index]
+        return self.ray.remote(kind).options(
+            name=name,
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            resources={name: count for name, count in bundle.items() if name not in ("CPU", "GPU")},
+            max_concurrency=4,
+            max_restarts=max_restarts,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+
+    def _passed(self) -> dict[str, str]:
+        """Returns the driver's environment variables that ranks and engines get."""
+        named = variables(self.recipe.model_dump(mode="json"))
+        return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in named}
 
     def _environments(self, actors: list[Any]) -> list[dict[str, str]]:
         """Returns the environment variables that torchrun would set for each rank."""
         places: list[RankPlace] = self.ray.get([actor.place.remote() for actor in actors])
         nodes, address = [place.node for place in places], places[0].address
         port = self.ray.get(actors[0].hold_store.remote(address))
-        named = variables(self.recipe.model_dump(mode="json"))
-        passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in named}
+        passed = self._passed()
         environments = []
         for rank, place in enumerate(places):
             # A rank sees only its own accelerator, even if Ray is configured not to restrict it.
@@ -257,13 +286,45 @@ class Cluster:
         return environments
 
 
+class ClusterHead:
+    """The head node of the cluster, with the GCS, which finds and restarts actors."""
+
+    def __init__(self, ray: Any):
+        # With `ray://` the driver does not reach the head itself.
+        remote = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
+        self.address = "" if remote else str(ray.get_runtime_context().gcs_address)
+        self._silent_since: float | None = None
+
+    def answers(self) -> bool:
+        """Returns whether the head accepts connections. Ends the driver if it has not done so for long: ranks and
+        engines end with their nodes, and calls of Ray would wait for the head."""
+        if not self.address:
+            return True
+        host, _, port = self.address.rpartition(":")
+        try:
+            _meet(host.strip("[]"), int(port), _GRACE_SECONDS)
+            self._silent_since = None
+        except OSError:
+            self._silent_since = self._silent_since or time.monotonic()
+            if time.monotonic() - self._silent_since < _HEAD_SECONDS:
+                return False
+            say(
+                f"the Ray cluster was lost: its head node at {self.address} has not answered for {_HEAD_SECONDS:.0f} "
+                "s. Start it again and run the same command again: the run resumes from the last checkpoint"
+            )
+            sys.stdout.flush()
+            os._exit(STALLED)
+        return True
+
+
 class Ranks:
     """Controls the ranks of one attempt (the first start or a restart) from the driver process."""
 
-    def __init__(self, ray: Any, actors: list[Any], stall_seconds: float | None):
-        self.ray, self.actors = ray, actors
+    def __init__(self, ray: Any, actors: list[Any], engines: list[Any], stall_seconds: float | None):
+        self.ray, self.actors, self.engines = ray, actors, engines
         # An actor that does not reply for this time counts as lost: it may be stopped, or its node disconnected.
         self.silence = None if stall_seconds is None else max(60.0, stall_seconds)
+        self.head = ClusterHead(ray)
         self.status: dict[int, int] = {}
         self.signals: list[int] = []
 
@@ -273,8 +334,9 @@ class Ranks:
             try:
                 # Ranks are started one by one, so that a problem that all ranks have is reported only once.
                 for actor, environment in zip(self.actors, environments, strict=True):
+                    engines = self.engines if environment["RANK"] == "0" else []
                     with log_wait(f"rank {environment['RANK']} to start"):
-                        begun = actor.start.remote(arguments, environment, folder, run_folder, niceness)
+                        begun = actor.start.remote(arguments, environment, folder, run_folder, niceness, engines)
                         started = self.ray.get(begun)
                     if isinstance(started, Problem):
                         raise Refusal([started])
@@ -314,6 +376,9 @@ class Ranks:
                     waiting[self.actors[rank].read.remote(_BEAT_SECONDS)] = rank
                 else:
                     self.status[rank] = output.status
+            silent = waiting and now - min(heard_at[rank] for rank in waiting.values()) > _GRACE_SECONDS
+            if silent:
+                self.head.answers()
             for reference, rank in list(waiting.items()):
                 if self.silence is not None and now - heard_at[rank] > self.silence:
                     say(f"rank {rank}: its Ray actor has not responded for {now - heard_at[rank]:.0f} s")
@@ -321,6 +386,9 @@ class Ranks:
                     self.status[rank] = _KILLED
             if failed_at is None and any(self.status.values()):
                 failed_at = time.monotonic()
+        # Ranks that were lost with their actors may have been lost with the head.
+        while any(self.status.values()) and not self.head.answers():
+            time.sleep(_BEAT_SECONDS)
         return worst(self.status.values())
 
     def _read_output(self, rank: int, reference: Any) -> RankOutput:
@@ -344,8 +412,8 @@ class Ranks:
             stream.buffer.flush()
 
     def _end(self) -> None:
-        """Ends all ranks. A rank whose Ray actor has ended does not run any more."""
-        ending = [actor.end.remote() for actor in self.actors]
+        """Ends all ranks and engines. A process whose Ray actor has ended does not run any more."""
+        ending = [actor.end.remote() for actor in [*self.actors, *self.engines]]
         with suppress(self.ray.exceptions.RayError):
             self.ray.wait(ending, num_returns=len(ending), timeout=_GRACE_SECONDS)
 

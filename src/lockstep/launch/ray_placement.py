@@ -1,11 +1,11 @@
-"""Places the ranks on the nodes of a Ray cluster: bundles, strategies, waits for nodes, and `parallel.elastic`."""
+"""Places ranks and engines on the nodes of a Ray cluster: bundles, strategies, waits for nodes, `parallel.elastic`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.errors import Refusal
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
@@ -78,7 +78,9 @@ def refuse_rigid(settings: Parallel) -> None:
     )
 
 
-# The bundles of the placement group, one per rank.
+# The bundles of the placement groups, one per rank and one per engine of `rollout.server.replicas`.
+
+Bundle = dict[str, float]
 
 
 def cpus_per_rank(recipe: Recipe) -> int:
@@ -95,8 +97,36 @@ def cpus_per_rank(recipe: Recipe) -> int:
 
 def starts_server(recipe: Recipe) -> int:
     """Returns 1 if rank 0 starts a serving engine, which needs a CPU of its own, else 0."""
-    own = recipe.parallel.ray.cpus_per_rank is None and recipe.method in ONLINE
+    own = recipe.parallel.ray.cpus_per_rank is None and recipe.method in ONLINE and not replicas(recipe)
     return int(own and ENGINES[recipe.rollout.engine].served and recipe.rollout.url is None)
+
+
+def replicas(recipe: Recipe) -> int:
+    """Returns the number of engines that have bundles of their own."""
+    return (recipe.rollout.server.replicas or 0) if recipe.method in ONLINE else 0
+
+
+def cpus_per_engine(recipe: Recipe) -> int:
+    server = recipe.rollout.server
+    return server.cpus or server.tensor_parallel + 2
+
+
+def _ready(groups: Sequence[Any]) -> bool:
+    """Waits for a while until all groups are placed. Returns whether they are."""
+    given_up = time.monotonic() + _TRY_SECONDS
+    return all(group.wait(max(1.0, given_up - time.monotonic())) for group in groups)
+
+
+def _resources(bundle: Bundle) -> str:
+    return " and ".join(f"{count:g} {name}" for name, count in bundle.items())
+
+
+class PlacedBundles(NamedTuple):
+    """The placement group of the ranks, their number, and the placement group of the engines, if there are any."""
+
+    ranks: Any
+    devices: int
+    engines: Any = None
 
 
 class Placement:
@@ -105,28 +135,60 @@ class Placement:
         self.settings = recipe.parallel.ray
         self.cpus = cpus_per_rank(recipe)
 
-    def bundles(self, devices: int) -> list[dict[str, float]]:
+    def bundles(self, devices: int) -> list[Bundle]:
         """Returns the resources of each rank. The first bundle also has the CPU of a serving engine."""
         device = {} if self.resource == "CPU" else {self.resource: 1.0}
         extra = [starts_server(self.recipe), *[0] * (devices - 1)]
         return [{"CPU": float(self.cpus + more), **device} for more in extra]
 
+    def engine_bundles(self) -> list[Bundle]:
+        """Returns the resources of each engine."""
+        devices = float(self.recipe.rollout.server.tensor_parallel)
+        device = {} if self.resource == "CPU" else {self.resource: devices}
+        return [{"CPU": float(cpus_per_engine(self.recipe)), **device} for _ in range(replicas(self.recipe))]
+
     def room(self) -> int:
-        """Returns how many ranks the nodes of the cluster could hold if nobody else used them."""
-        on_node = [
-            min(int(has.get(self.resource, 0)), int(has.get("CPU", 0) // self.cpus))
-            for has in (node["Resources"] for node in self.ray.nodes() if node["Alive"])
-        ]
-        strategy = self.settings.strategy
-        if strategy == "STRICT_PACK":
-            return max(on_node, default=0)
-        return sum(min(count, 1) if strategy == "STRICT_SPREAD" else count for count in on_node)
+        """Returns how many ranks the nodes of the cluster could hold beside the engines if nobody else used them."""
+        strategy, engines = self.settings.strategy, self.engine_bundles()
+        rank = {**self.bundles(1)[0], "CPU": float(self.cpus)}
+        most = {0: 0}
+        """The largest number of ranks for each number of engines, on the nodes so far."""
+        for has in (node["Resources"] for node in self.ray.nodes() if node["Alive"]):
+            after = dict[int, int]()
+            for beside in range(len(engines) + 1):
+                left = {name: has.get(name, 0) - sum(one[name] for one in engines[:beside]) for name in rank}
+                if min(left.values()) < 0:
+                    break
+                count = min(int(left[name] // rank[name]) for name in rank)
+                count = min(count, 1) if strategy == "STRICT_SPREAD" else count
+                for earlier, ranks in most.items():
+                    total = max(ranks, count) if strategy == "STRICT_PACK" else ranks + count
+                    number = min(earlier + beside, len(engines))
+                    after[number] = max(total, after.get(number, 0))
+            most = after
+        return most.get(len(engines), 0)
+
+    def _groups(self, devices: int) -> tuple[Any, Any]:
+        """Creates the placement groups of the ranks and of the engines. What needs most of one node is first."""
+        from ray.util.placement_group import placement_group
+
+        name, strategy, engines = self.recipe.run.name, self.settings.strategy, self.engine_bundles()
+
+        def ranks() -> Any:
+            return placement_group(self.bundles(devices), strategy=strategy, name=name)
+
+        if not engines:
+            return ranks(), None
+        if strategy.startswith("STRICT_"):
+            return ranks(), placement_group(engines, strategy="PACK", name=f"{name}-engines")
+        beside = placement_group(engines, strategy="PACK", name=f"{name}-engines")
+        return ranks(), beside
 
     @contextmanager
-    def placed(self, turn: int) -> Iterator[tuple[Any, int]]:
-        """Yields a placement group and its number of devices. The group has as many devices as the recipe requests.
-        With `parallel.elastic` the group may have fewer devices after a failure. `turn` counts restarts."""
-        from ray.util.placement_group import placement_group, remove_placement_group
+    def placed(self, turn: int) -> Iterator[PlacedBundles]:
+        """Yields the placement groups. The group of the ranks has as many devices as the recipe requests. With
+        `parallel.elastic` it may have fewer devices after a failure. `turn` counts restarts."""
+        from ray.util.placement_group import remove_placement_group
 
         requested, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
         limit = self.settings.wait_seconds or (_RETURN_SECONDS if turn else _PLACE_SECONDS)
@@ -138,17 +200,18 @@ class Placement:
             room = self.room()
             devices = fitting_devices(self.recipe.parallel, room) if elastic else requested
             if scaled or 0 < devices <= room:
-                strategy = self.settings.strategy
-                group = placement_group(self.bundles(devices), strategy=strategy, name=self.recipe.run.name)
+                ranks, engines = self._groups(devices)
+                groups = [group for group in (ranks, engines) if group is not None]
                 try:
-                    while not (ready := group.wait(_TRY_SECONDS)) and scaled and time.monotonic() - begun < limit:
+                    while not (ready := _ready(groups)) and scaled and time.monotonic() - begun < limit:
                         log_at = self._log_wait(requested, log_at)
                     if ready:
                         self._say_fewer(requested, devices, room)
-                        yield group, devices
+                        yield PlacedBundles(ranks, devices, engines)
                         return
                 finally:
-                    remove_placement_group(group)
+                    for group in groups:
+                        remove_placement_group(group)
             elif turn == 0:
                 limit = 0
             if time.monotonic() - begun >= limit:
@@ -168,8 +231,10 @@ class Placement:
     def _missing(self, requested: int) -> str:
         """Returns what the ranks need, and what the cluster has."""
         total, free = self.ray.cluster_resources(), self.ray.available_resources()
-        first = self.bundles(1)[0] | {"CPU": float(self.cpus)}
-        need = " and ".join(f"{count:g} {name}" for name, count in first.items())
+        first, engines = self.bundles(1)[0] | {"CPU": float(self.cpus)}, self.engine_bundles()
+        need = _resources(first)
+        if engines:
+            need += f", and each of the {len(engines)} engines (rollout.server.replicas) needs {_resources(engines[0])}"
         names = dict.fromkeys([self.resource, "CPU"])
         have = " and ".join(
             f"{int(total.get(name, 0))} {name} in total ({int(free.get(name, 0))} free)" for name in names
@@ -184,8 +249,9 @@ class Placement:
         return Refusal.at(
             "parallel.devices",
             f"is {requested}, and the ranks could not be placed{after}: {self._missing(requested)}",
-            "start more nodes (`ray start --address=...`), wait for other jobs, reduce parallel.devices or "
-            "parallel.ray.cpus_per_rank, or set parallel.ray.wait_seconds if an autoscaler adds nodes",
+            "start more nodes (`ray start --address=...`), wait for other jobs, reduce parallel.devices, "
+            "parallel.ray.cpus_per_rank or rollout.server.replicas, or set parallel.ray.wait_seconds if an autoscaler "
+            "adds nodes",
             code="too-few-devices",
         )
 

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lockstep.errors import Problem
+from lockstep.launch.ray_engines import LINK, RankEngines
 from lockstep.launch.restarts import LAUNCHER, status_of
 
 # Time limit for reading the remaining output of an ended rank, because its child processes may keep the pipes open.
@@ -93,11 +95,18 @@ class RankProcess:
         return int(self._store.port)
 
     def start(
-        self, arguments: list[str], environment: dict[str, str], folder: str | None, run_folder: str, niceness: int
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        folder: str | None,
+        run_folder: str,
+        niceness: int,
+        engines: Sequence[Any] = (),
     ) -> Problem | int:
         """Starts `lockstep` with these arguments in `folder`, or in the Ray job's working directory if `folder` is
-        None. Returns the niceness of the rank, which is `niceness` if this process may lower it. Returns a problem
-        instead of raising it, because Ray would wrap an exception in its own."""
+        None. Rank 0 controls `engines`, the actors of serving engines. Returns the niceness of the rank, which is
+        `niceness` if this process may lower it. Returns a problem instead of raising it, because Ray would wrap an
+        exception in its own."""
         if folder is not None and not Path(folder).is_dir():
             return Problem(
                 f"folder {folder}",
@@ -107,6 +116,9 @@ class RankProcess:
             )
         # Output is unbuffered, so that no output is lost if the rank is killed.
         extra = {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
+        link = RankEngines(engines).theirs if engines else None
+        if link is not None:
+            extra[LINK] = str(link.fileno())
         # Ray blocks SIGINT in its workers, and a child process inherits the signal mask, so SIGINT is unblocked first.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
@@ -117,10 +129,13 @@ class RankProcess:
                 stderr=subprocess.PIPE,
                 env={**os.environ, **environment, **extra},
                 cwd=folder,
+                pass_fds=[link.fileno()] if link is not None else [],
                 start_new_session=True,  # the terminal's Ctrl-C must not reach the rank, because the driver forwards it
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if link is not None:
+                link.close()
         # Ray gives its workers niceness 15, which the rank inherits. Lowering it needs root or CAP_SYS_NICE.
         with suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)

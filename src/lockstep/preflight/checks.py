@@ -105,7 +105,9 @@ def async_worker(context: Context) -> None:
 def engine_package(context: Context) -> None:
     from lockstep.rollout.servers.server_process import refuse_absent
 
-    refuse_absent(context.recipe.rollout, context.device)
+    # The package of an engine on a Ray cluster is needed only on its node, which is asked when the engine starts.
+    if context.recipe.rollout.server.replicas is None:
+        refuse_absent(context.recipe.rollout, context.device)
 
 
 def engine_device(context: Context) -> None:

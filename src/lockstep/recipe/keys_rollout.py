@@ -30,6 +30,22 @@ class ServerSettings(Section):
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel size of the engine.", effect=_HOW, resumable=True
     )
+    replicas: int | None = Field(
+        None,
+        ge=1,
+        description="Number of engines on a Ray cluster. Each engine is a Ray actor on any node, with "
+        "`tensor_parallel` devices of its own. Default: process 0 starts one engine on its own node, which uses "
+        "its device.",
+        effect=_WHERE,
+        resumable=True,
+    )
+    cpus: int | None = Field(
+        None,
+        ge=1,
+        description="CPUs that Ray reserves for each engine of `replicas`. Default: `tensor_parallel` + 2.",
+        effect=_WHERE,
+        resumable=True,
+    )
     args: list[str] = Field(
         default_factory=list,
         description="Additional command-line arguments of the engine, such as `[--gpu-memory-utilization, '0.5']`.",
@@ -49,7 +65,8 @@ class ServerSettings(Section):
     folder: str | None = Field(
         None,
         description="Folder used to transfer weights to the engine. The run and the engine must see this folder under "
-        "the same path. Default: a folder in shared memory (`/dev/shm`), or the system's folder for temporary files.",
+        "the same path. Default: a folder in shared memory (`/dev/shm`), or the system's folder for temporary files; "
+        "with `replicas`, the run folder.",
         effect=_WHERE,
         resumable=True,
     )
@@ -263,8 +280,9 @@ class EngineSettings(Section):
         "processes) broadcast the weights. `memory`: with `max_staleness`, the weights pass through shared memory of "
         "the host; a vLLM server on the same machine maps the device memory of the run. `files`: a serving engine "
         "reads the weights from files. With `max_staleness`, `auto` selects `collective` if the generating process "
-        "has a separate device, otherwise `memory`. With a server, `auto` selects `memory` if a run with one process "
-        "starts a vLLM server on its own device and this device can share memory, otherwise `files`.",
+        "has a separate device, otherwise `memory`. With a server, `auto` selects `collective` with "
+        "`rollout.server.replicas`, except for LoRA, and `memory` if a run with one process starts a vLLM server on "
+        "its own device and this device can share memory; otherwise `files`.",
         effect=Effect("harmless", "the same weights are sent by another transport; a weight check verifies them"),
         resumable=True,
     )

@@ -190,10 +190,11 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if rollout.url is not None:
         # The other keys of `rollout.server` also apply to a server that lockstep did not start.
-        for key in ("devices", "tensor_parallel", "args", "env", "python"):
+        for key in ("devices", "tensor_parallel", "replicas", "cpus", "args", "env", "python"):
             field = type(rollout.server).model_fields[key]
             if getattr(rollout.server, key) != field.get_default(call_default_factory=True):
                 yield unused(f"rollout.server.{key}", "lockstep does not start the server at rollout.url", "remove it")
+    yield from _replica_problems(recipe)
     if rollout.max_staleness is not None:
         yield unfit(
             "rollout.max_staleness",
@@ -201,6 +202,28 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
             "remove one of them",
         )
     yield from _truncation_problems(recipe)
+
+
+def _replica_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems of keys that contradict engines on other nodes of a Ray cluster."""
+    rollout, server = recipe.rollout, recipe.rollout.server
+    if server.replicas is None:
+        if server.cpus is not None:
+            yield needs("rollout.server.cpus", "Ray reserves it for the engines of rollout.server.replicas", "set both")
+        return
+    if recipe.parallel.launcher != "ray":
+        remedy = "set parallel.launcher=ray, or remove it: process 0 then starts one engine"
+        yield needs("rollout.server.replicas", "only Ray places engines", remedy)
+    if server.devices is not None:
+        yield unfit(
+            "rollout.server.devices", "Ray chooses the devices of rollout.server.replicas", "remove one of them"
+        )
+    if rollout.weight_sync == "memory":
+        yield unfit(
+            "rollout.weight_sync",
+            "the engines of rollout.server.replicas may run on other nodes, which cannot map the memory of the run",
+            "use collective or files",
+        )
 
 
 def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:

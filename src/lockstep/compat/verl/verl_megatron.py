@@ -53,7 +53,7 @@ def megatron_rule(done: Conversion) -> None:
 
 
 def layout_rule(done: Conversion, group: str, optim: str) -> None:
-    """Converts the sizes of tensor, context and pipeline parallelism, recomputation and offloading."""
+    """Converts the sizes of tensor, context, expert and pipeline parallelism, recomputation and offloading."""
     tensor, context = f"{group}.tensor_model_parallel_size", context_size(done, group)
     size = done.integer(tensor) if done[tensor] else 1
     if context > 1:
@@ -64,6 +64,7 @@ def layout_rule(done: Conversion, group: str, optim: str) -> None:
             done.ignore(f"{reason}; {_SHARDED}", tensor)
         else:
             done.write("parallel.tensor_parallel", size, tensor)
+    _experts(done, f"{group}.expert_model_parallel_size")
     pipeline = f"{group}.pipeline_model_parallel_size"
     stages = done.integer(pipeline) if done[pipeline] else 1
     done.ignore(_PIPELINE if stages > 1 else "1 means no pipeline parallelism", pipeline)
@@ -91,6 +92,20 @@ def _not_tensor(done: Conversion, context: int) -> str:
     return ""
 
 
+def _experts(done: Conversion, key: str) -> None:
+    """Converts expert parallelism. In both frameworks, it is how many devices divide the experts of a layer."""
+    size = done.integer(key) if done[key] else 1
+    tensor = done.recipe.get("parallel.tensor_parallel")
+    shards = done.devices * done.nodes // (1 if tensor is None else int(tensor.value))
+    if size == 1:
+        done.ignore("1 means that experts are not divided over devices", key)
+    elif shards % size:
+        why = f"{size} does not divide the {shards} devices that share one copy of the model in lockstep"
+        done.ignore(f"the experts are not divided over devices: {why}; {_SHARDED}", key)
+    else:
+        done.write("parallel.expert_parallel", size, key)
+
+
 def _recompute(done: Conversion, group: str, stages: int) -> None:
     """Converts the recomputation of activations, which saves memory and does not change results."""
     granularity = f"{group}.override_transformer_config.recompute_granularity"
@@ -114,8 +129,8 @@ def _offload(done: Conversion, to: str, group: str, optim: str) -> None:
     moments = [f"{group}.optimizer_offload", f"{optim}.override_optimizer_config.optimizer_cpu_offload"]
     optimizer, weights = [key for key in moments if done[key]], f"{group}.param_offload"
     params = bool(done[weights])
-    if params and "parallel.tensor_parallel" in done.recipe:
-        done.ignore("lockstep does not offload tensor-parallel weights; its engine has no second copy of them", weights)
+    if params and (divided := _divided(done)):
+        done.ignore(f"lockstep does not offload {divided} weights; its engine has no second copy of them", weights)
         params = False
     elif params and done.devices * done.nodes == 1:
         done.ignore("one device keeps its weights; the engine has no second copy of them", weights)
@@ -126,14 +141,20 @@ def _offload(done: Conversion, to: str, group: str, optim: str) -> None:
     done.ignore("lockstep offloads gradients together with the weights", f"{group}.grad_offload")
 
 
+def _divided(done: Conversion) -> str:
+    """Returns the parallelism that keeps weights from being offloaded, or ""."""
+    kinds = (kind for kind in ("tensor", "expert") if f"parallel.{kind}_parallel" in done.recipe)
+    return next((f"{kind}-parallel" for kind in kinds), "")
+
+
 def _offload_reference(done: Conversion) -> None:
     key, where = f"{REFERENCE}.param_offload", done.recipe.get("algorithm.kl.where")
     if not done[key]:
         return
     if where is None or where.value == "none" or "model.lora.rank" in done.recipe:
         done.ignore("the run has no separate reference model", key)
-    elif "parallel.tensor_parallel" in done.recipe:
-        done.ignore("lockstep does not offload tensor-parallel weights", key)
+    elif divided := _divided(done):
+        done.ignore(f"lockstep does not offload {divided} weights", key)
     else:
         done.write("parallel.offload_reference", True, key)
 

@@ -76,9 +76,9 @@ class ServerEngine:
         addresses = named_servers(self.settings)
         if addresses is None:
             machines = self.world.gather(machine_of(self.world))
-            address, key = self._on_main(lambda: self.manager.start(served_host(machines)))
+            own = self.settings.server.replicas is None
+            addresses, key = self._on_main(lambda: self.manager.start(served_host(machines) if own else ""))
             self.manager.clients.authorize(key)
-            addresses = [address]
         if not self.fleet.servers:
             self.manager.connect(addresses)
 

@@ -19,7 +19,7 @@ from lockstep.rollout.engine import RunPlace
 from lockstep.rollout.servers.adapter import Channel, ServerAdapter, ServerFailed, ServerMetadata, ServerNeeds
 from lockstep.rollout.servers.fleet import Fleet, Server
 from lockstep.rollout.servers.server_client import ClientThread, HealthCheck, ServerClient, is_address
-from lockstep.rollout.servers.server_process import ServerProcess, refuse_absent, start_server
+from lockstep.rollout.servers.server_process import HOST, ServerProcess, refuse_absent, start_server
 
 T = TypeVar("T")
 # Maximum number of restarts of a server without a successful transfer of weights in between; the next loss ends the
@@ -57,22 +57,31 @@ class ServerManager:
         """Name and version of the engine at each address."""
         self.accepted = False
         """Whether the start of the servers is complete. A server that is lost after the start may recover."""
+        self._key = ""
+        """The API key of the servers that lockstep has started."""
         self.clients = ClientThread()
         self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
         self.fleet = Fleet(server_adapter, self.clients, [], settings.server.request_timeout, self.vocabulary)
 
     # -- start
 
-    def start(self, host: str) -> tuple[str, str]:
-        """Starts one server without waiting until it responds; returns its address and API key."""
-        refuse_absent(self.settings, self.device)
+    def start(self, host: str) -> tuple[list[str], str]:
+        """Starts one server at `host`, or those of `rollout.server.replicas`, without waiting until they respond;
+        returns their addresses and API key."""
+        name, replicas = self.server_adapter.name, self.settings.server.replicas
+        if replicas is None:
+            return [self._start_one(f"{name}.log", host=host)], self._key
+        return [self._start_one(f"{name}_{engine}.log", engine=engine) for engine in range(replicas)], self._key
+
+    def _start_one(self, log: str, host: str = HOST, engine: int | None = None) -> str:
+        refuse_absent(self.settings, self.device, engine)
         dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
-        log = self.place.folder / f"{self.server_adapter.name}.log"
-        process, address, key = start_server(
-            self.server_adapter, self.settings, self.device, self.place.model, dtype, self.needs, log, host
+        process, address, self._key = start_server(
+            *(self.server_adapter, self.settings, self.device, self.place.model, dtype, self.needs),
+            *(self.place.folder / log, host, engine, self._key),
         )
-        self.fleet.servers = [Server(self._client(address, process), process, since=time.monotonic())]
-        return address, key
+        self.fleet.servers.append(Server(self._client(address, process), process, since=time.monotonic()))
+        return address
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Connects to servers that the user or rank 0 started."""

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
-from lockstep.errors import Refusal, with_secrets
+from lockstep.errors import LostProcess, Refusal, with_secrets
 from lockstep.launch.process_pool import SupervisedProcess
+from lockstep.launch.ray_engines import EngineCommand, EnginePlace, PlacedProcess, engine_link
 from lockstep.masking import conceal
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
@@ -26,6 +27,7 @@ from lockstep.recipe.registry import ENGINES, imported
 from lockstep.rollout.servers.adapter import ServerAdapter, ServerFailed, ServerNeeds, ServerStart
 from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE
 from lockstep.rollout.servers.weight_transports import own_address
+from lockstep.run.files import write_private
 
 HOST = "127.0.0.1"
 LAST_LINES = 25
@@ -33,13 +35,24 @@ _LOOK_SECONDS = 300.0
 
 
 class ServerProcess:
-    """One server process with its children, under a supervisor (`launch/supervisor.py`)."""
+    """One server process with its children, under a supervisor (`launch/supervisor.py`). With `placed` it is the
+    engine of this number on a Ray cluster."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path, key_file: Path | None = None):
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        log: Path,
+        key_file: Path | None = None,
+        placed: tuple[int, EngineCommand] | None = None,
+    ):
         self._command, self._environment, self.log, self._key_file = command, environment, log, key_file
+        self._placed = placed
         self._process = self._start()
 
-    def _start(self) -> SupervisedProcess:
+    def _start(self) -> SupervisedProcess | PlacedProcess:
+        if self._placed is not None:
+            return PlacedProcess(*self._placed)
         process = SupervisedProcess("lockstep.launch.supervisor:run_command", (self._command,), self.log)
         # The environment contains the API key. The environment is not passed as an argument, because every user can
         # read command lines.
@@ -90,25 +103,32 @@ def server_adapter_of(settings: RolloutSettings) -> ServerAdapter:
     return server_adapter
 
 
-def refuse_absent(settings: RolloutSettings, device: Device) -> None:
-    """Raises `Refusal` if lockstep must start a server and `rollout.server.python` does not have the engine's
-    package."""
+def refuse_absent(settings: RolloutSettings, device: Device, engine: int | None = None) -> None:
+    """Raises `Refusal` if lockstep must start a server and `rollout.server.python` does not have the engine's package.
+    The node of an engine on a Ray cluster is asked."""
     if settings.url is not None or not ENGINES[settings.engine].served:
         return
     server_adapter = server_adapter_of(settings)
     python, key = python_of(settings), "rollout.server.python"
     package = server_adapter.package
     code = f"import importlib.util, sys; sys.exit(3 if importlib.util.find_spec({package!r}) is None else 0)"
-    try:
-        result = subprocess.run([python, "-c", code], capture_output=True, timeout=_LOOK_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    status: int | str
+    if engine is not None:
+        answer = engine_link().call(engine, "check", python, code)
+        status = answer["lost"] if "lost" in answer else answer["result"]
+    else:
+        try:
+            status = subprocess.run([python, "-c", code], capture_output=True, timeout=_LOOK_SECONDS).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            status = str(error)
+    if isinstance(status, str):
         raise Refusal.at(
             key,
-            f"{python} cannot be run: {error}",
+            f"{python} cannot be run: {status}",
             "give the path of the Python in which the engine is installed",
             code="missing-package",
-        ) from error
-    if result.returncode:
+        )
+    if status:
         unusable = serving_on(device.name, server_adapter.name).unusable
         if unusable is not None:
             where = f"rollout.engine {server_adapter.name}"
@@ -135,23 +155,28 @@ def start_server(
     needs: ServerNeeds,
     log: Path,
     host: str = HOST,
+    engine: int | None = None,
+    key: str = "",
 ) -> tuple[ServerProcess, str, str]:
-    """Starts a server on a free port of this machine without waiting until it responds. Returns the process, address
-    and API key of the server."""
+    """Starts a server on a free port of this machine, or on the node of an engine of a Ray cluster, without waiting
+    until it responds. `key` is the API key of earlier servers of the run. Returns the process, address and API key of
+    the server."""
     server = settings.server
+    place = EnginePlace(host, _free_port(host), []) if engine is None else _engine_place(engine)
     folder = str(Path(model_folder(model)).absolute())
     env = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
     # The server and the run use the same API key.
     keys = [env.pop(name, "") for name in (KEY_VARIABLE, ENGINE_KEY)]
-    key = next(filter(None, keys), "") or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    key = next(filter(None, keys), "") or os.environ.get(KEY_VARIABLE) or key or secrets.token_urlsafe(32)
     conceal(key)
-    key_file = _write_key_file(key, server.args) if server_adapter.reads_key_file else None
+    key_file = _key_file(server.args) if server_adapter.reads_key_file else None
+    key_text = f"api-key: {json.dumps(key)}\n" if key_file is not None else ""
     arguments = ServerStart(
         python_of(settings),
         folder,
         dtype,
-        host,
-        _free_port(host),
+        place.address,
+        place.port,
         server.tensor_parallel,
         needs,
         tuple(server.args),
@@ -159,23 +184,37 @@ def start_server(
         "" if key_file is None else str(key_file),
     )
     environment = {**server_adapter.environment(arguments), **env}
-    if server.devices is not None and device.visible_variable is not None:
-        environment[device.visible_variable] = ",".join(map(str, server.devices))
+    devices = server.devices if engine is None else place.devices
+    if devices is not None and device.visible_variable is not None:
+        environment[device.visible_variable] = ",".join(map(str, devices))
     environment["PYTHONPATH"] = _python_path(server_adapter.environment(arguments), settings)
-    return ServerProcess(server_adapter.command(arguments), environment, log, key_file), _url(host, arguments.port), key
+    command, placed = server_adapter.command(arguments), None
+    if engine is not None:
+        file = "" if key_file is None else str(key_file)
+        where = (str(log.absolute()), place.address, place.port)
+        placed = (engine, EngineCommand(command, environment, *where, file, key_text))
+    elif key_file is not None:
+        key_file.parent.mkdir(mode=0o700)
+        write_private(key_file, key_text)
+    return ServerProcess(command, environment, log, key_file, placed), _url(place.address, place.port), key
 
 
-def _write_key_file(key: str, args: Sequence[str]) -> Path:
-    """Writes the API key to a file that only this user can read."""
+def _engine_place(engine: int) -> EnginePlace:
+    answer = engine_link().call(engine, "place")
+    if "lost" in answer:
+        why = f"engine {engine} was lost with its Ray actor: {answer['lost']}"
+        raise LostProcess.at("rollout.server.replicas", why, "run the same command again", code="server-lost")
+    return EnginePlace(**answer)
+
+
+def _key_file(args: Sequence[str]) -> Path:
+    """Returns the path of the file with the API key, which only this user can read."""
     for flag in ("--config", "--api-key", "--admin-api-key"):
         if any(word == flag or word.startswith(f"{flag}=") for word in args):
             why = f"{flag} is reserved: lockstep passes the API key to the server in a config file"
             remedy = f"pass other server flags in rollout.server.args, and set {KEY_VARIABLE} to choose the key"
             raise Refusal.at("rollout.server.args", why, remedy, code="reserved-flag")
-    file = Path(tempfile.mkdtemp(prefix="lockstep-server-")) / "flags.yaml"
-    file.write_text(f"api-key: {json.dumps(key)}\n", encoding="utf-8")
-    file.chmod(0o600)
-    return file
+    return Path(tempfile.gettempdir()) / f"lockstep-server-{secrets.token_hex(8)}" / "flags.yaml"
 
 
 RankMachine = tuple[tuple[str, str, str], str]

@@ -57,6 +57,8 @@ class WeightSync:
         """The last weight check of each server, keyed by the server's address."""
         self.bounds: Bounds | None = None
         """Bounds of the weight check, calibrated by the first two pushes, or None before the calibration."""
+        self.by_collective = by_collective(self.settings, adapter=manager.lora_rank is not None)
+        """Whether weights are sent by broadcast in a process group."""
         self.by_memory = by_memory(
             self.settings, self.server_adapter, device, self.world.size, adapter=manager.lora_rank is not None
         )
@@ -76,7 +78,7 @@ class WeightSync:
     @property
     def transport(self) -> str:
         """The current weight transport, as a value of `rollout.weight_sync`."""
-        return "collective" if by_collective(self.settings) else "memory" if self.by_memory else "files"
+        return "collective" if self.by_collective else "memory" if self.by_memory else "files"
 
     # -- which servers
 
@@ -84,6 +86,7 @@ class WeightSync:
         """Sends the weights to every reachable server; waits until at least one server has the weights."""
         self.seconds.clear()
         self._next_version()
+        self._restart_ended()
         reached = []
         for server in self._targets():
             try:
@@ -94,6 +97,12 @@ class WeightSync:
                     raise self._push_refusal(server, error) from error
         if not reached:
             self._wait_for_one(weights)
+
+    def _restart_ended(self) -> None:
+        """Restarts lost servers that have ended, if others are up. If none is up, `_wait_for_one` does it."""
+        for server in self.fleet.servers if self.fleet.up() else []:
+            if server.why and server.process is not None and not server.process.alive:
+                self.manager.restart(server)
 
     def _targets(self) -> list[Server]:
         """Returns the servers that get the weights now. A lost server gets the weights when it responds again
@@ -160,7 +169,7 @@ class WeightSync:
         server must not stay paused, because the health check of some servers generates tokens and fails during a
         pause."""
         client = server.client
-        if by_collective(self.settings):
+        if self.by_collective:
             with suppress(ServerFailed):
                 self.server_adapter.finish(client)
         for action in (
@@ -227,7 +236,7 @@ class WeightSync:
     @contextmanager
     def _prepare(self, server: Server, weights: Weights) -> Iterator[Callable[[], None]]:
         """Prepares a push and yields the function that pushes while the server is paused."""
-        if by_collective(self.settings):
+        if self.by_collective:
             with self._timed("prepare"):
                 link = self._link(server)
             yield partial(link.give, weights, self.dtype)
@@ -240,7 +249,12 @@ class WeightSync:
     @contextmanager
     def _folder(self) -> Iterator[Path]:
         with ExitStack() as stack:
-            folder = stack.enter_context(transfer_folder(self.settings.server.folder))
+            # Engines on other nodes see the run folder, but not this machine's shared memory.
+            parent = self.settings.server.folder
+            if parent is None and self.settings.server.replicas is not None:
+                self.manager.place.folder.mkdir(exist_ok=True)
+                parent = str(self.manager.place.folder)
+            folder = stack.enter_context(transfer_folder(parent))
             yield folder
             with self._timed("remove"):
                 stack.close()

@@ -278,16 +278,19 @@ def own_address(server: str) -> str:
         raise ServerFailed(f"{server}: the server cannot reach this machine ({error}): {REMEDY}") from error
 
 
-def by_collective(settings: RolloutSettings) -> bool:
-    """Returns whether weights are sent by broadcast in a process group; with a server, `auto` never selects the
-    broadcast."""
-    return ENGINES[settings.engine].served and settings.weight_sync == "collective"
+def by_collective(settings: RolloutSettings, *, adapter: bool) -> bool:
+    """Returns whether weights are sent by broadcast in a process group. With a server, `auto` selects the broadcast
+    only for engines on a Ray cluster, which have devices of their own. An adapter is sent by files."""
+    auto = settings.weight_sync == "auto" and settings.server.replicas is not None and not adapter
+    return ENGINES[settings.engine].served and (auto or settings.weight_sync == "collective")
 
 
 def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
     """Raises `Refusal` if the server uses rank 0's device and the backend cannot connect two processes on one device.
-    With `rollout.url` the server's device is unknown, so nothing is checked and the broadcast itself may fail."""
-    if not by_collective(settings) or settings.url is not None or device.meets_itself:
+    With `rollout.url` the server's device is unknown, so nothing is checked and the broadcast itself may fail. Engines
+    on a Ray cluster have devices of their own."""
+    own = settings.url is None and settings.server.replicas is None
+    if not by_collective(settings, adapter=False) or not own or device.meets_itself:
         return
     run_device = first_visible(device)
     server_devices = settings.server.devices
@@ -376,5 +379,11 @@ def by_memory(
         return settings.weight_sync == "memory"
     server = settings.server
     same_device = server.devices is None or server.devices == [first_visible(device)]
-    exclusive = settings.url is None and processes == 1 and server.tensor_parallel == 1 and same_device
+    exclusive = (
+        settings.url is None
+        and server.replicas is None
+        and processes == 1
+        and server.tensor_parallel == 1
+        and same_device
+    )
     return server_adapter.opens_memory and device.shares_memory and exclusive

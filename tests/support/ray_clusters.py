@@ -1,0 +1,69 @@
+"""Ray clusters on this machine for tests, which start on a busy machine too."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+_NODE_SECONDS = 300.0
+_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+
+
+def ports() -> dict[str, int]:
+    """Free ports for the agents of a node."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in _PORTS]
+        for each in found:
+            each.bind(("", 0))
+        return {name: int(each.getsockname()[1]) for name, each in zip(_PORTS, found, strict=True)}
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Ray gives up on a node that has not started after 30 s, and a raylet ends if its agents have not written their
+    ports after 15 s. A busy machine may need longer: this waits longer for a node, and writes the ports (`ports`) for
+    the agents, which bind them when they are up."""
+    from ray._private import node, services
+
+    own_node, own_start = services.get_node, node.Node.start_raylet
+
+    def found(*words: Any, **more: Any) -> Any:
+        given_up = time.monotonic() + _NODE_SECONDS
+        while True:
+            try:
+                return own_node(*words, **more)
+            except RuntimeError:
+                if time.monotonic() > given_up:
+                    raise
+            time.sleep(0.5)
+
+    def started(self: Any, *words: Any, **more: Any) -> Any:
+        for name in _PORTS:
+            port = getattr(self._ray_params, name)
+            if port:
+                Path(self._session_dir, f"{name}_{self._node_id}").write_text(str(port), encoding="utf-8")
+        return own_start(self, *words, **more)
+
+    with patch.object(services, "get_node", found), patch.object(node.Node, "start_raylet", started):
+        yield
+
+
+@contextmanager
+def ray_cluster(head: dict[str, Any], *nodes: dict[str, Any]) -> Iterator[Any]:
+    """A cluster of a head and nodes, each with these arguments."""
+    from ray.cluster_utils import Cluster
+
+    with patient():
+        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **ports(), **head})
+    try:
+        with patient():
+            for node in nodes:
+                cluster.add_node(**ports(), **node)
+        yield cluster
+    finally:
+        cluster.shutdown()
