@@ -8,7 +8,7 @@ a process of the run (a rank, one that scores, one that watches over that) is ki
 random moment: after some progress, or while the ranks are still starting. The launcher, which nobody watches over, is
 killed only: all others must end with it, and the command is given again. Then the run must have ended well, with the
 metrics, the samples and the weights of one that nothing happened to, bit for bit and each once; no process and no
-shared memory may be left. With `--expert-parallel`, the model is a mixture of experts, and the ranks divide its experts.
+shared memory may be left. With `--expert-parallel`, the ranks divide the experts of a mixture-of-experts model.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: 6 for each blow")
     parser.add_argument("--stall", type=float, default=40, help="parallel.stall_seconds")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--expert-parallel", type=int, default=1, help="parallel.expert_parallel, with a model of experts")
+    parser.add_argument("--expert-parallel", type=int, default=1, help="2 or more: a model with experts")
     parser.add_argument("--out", type=Path, help="write what happened to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lockstep-soak-") as folder:
