@@ -56,7 +56,7 @@ def test_two_servers_have_the_weights_of_two_ranks(
     tmp_path: Path, model: Path, servers: list[Server], transport: str
 ) -> None:
     recipe = write_online_recipe(tmp_path, model)
-    common = [f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=9", "run.export=false"]
+    common = [f"run.steps={STEPS}", "checkpoint.every=1", "run.export=false"]
     urls = json.dumps([server.url for server in servers])
     served = ["rollout.engine=sglang", f"rollout.url={urls}", f"rollout.weight_sync={transport}"]
     done = torchrun("train", recipe, "parallel.expert_parallel=2", *common, *served)
@@ -68,8 +68,9 @@ def test_two_servers_have_the_weights_of_two_ranks(
         own = {name: one.detach() for name, one in server.engine.model.named_parameters()}
         assert own.keys() == trained.keys()
         assert all(torch.equal(own[name], trained[name]) for name in own)
-        pushed = [body["names"] for path, body in server.engine.asked if path == "/update_weights_from_distributed"]
-        assert ("model.layers.0.mlp.experts.7.up_proj.weight" in sum(pushed, [])) == (transport == "collective")
+        buckets = [body["names"] for path, body in server.engine.asked if path == "/update_weights_from_distributed"]
+        by_broadcast = any("model.layers.0.mlp.experts.7.up_proj.weight" in names for names in buckets)
+        assert by_broadcast == (transport == "collective")
     steps = dict(read_metrics(run / "metrics.jsonl"))
     size = sum(one.nbytes for one in trained.values())
     # The first server gets the first weights twice, which calibrates the weight check. Later pushes by broadcast go to

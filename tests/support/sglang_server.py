@@ -449,8 +449,8 @@ class Engine:
 
 
 def _place(own: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    """Where a tensor of a checkpoint goes: a parameter, or the part of one expert in a stack, as SGLang loads Qwen3-MoE.
-    A stack itself is no tensor of a checkpoint."""
+    """Where a tensor of a checkpoint goes: a parameter, or the part of one expert in a stack, as SGLang loads
+    Qwen3-MoE. A stack itself is no tensor of a checkpoint."""
     expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
     if expert is None:
         return None if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else own.get(name)
