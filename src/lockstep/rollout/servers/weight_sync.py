@@ -377,7 +377,7 @@ class WeightSync:
         key = tuple(server.client.address for server in servers)
         link = self._links.get(key)
         if link is None:
-            self._unlink(servers)
+            self._unlink(servers, notify=True)
             index, limit = self.world.local_rank, self.settings.server.request_timeout
             clients = [server.client for server in servers]
             link = WeightLink(self.server_adapter, clients, self.device, index, limit, self.world.progress)
@@ -385,11 +385,11 @@ class WeightSync:
             link.join()
         return link
 
-    def _unlink(self, servers: Sequence[Server]) -> None:
-        """Closes every group that has one of these servers."""
+    def _unlink(self, servers: Sequence[Server], *, notify: bool = False) -> None:
+        """Closes every group that has one of these servers. With `notify`, first asks the servers to leave it."""
         addresses = {server.client.address for server in servers}
         for key in [key for key in self._links if addresses & set(key)]:
-            self._links.pop(key).close(notify=False)
+            self._links.pop(key).close(notify=notify)
 
     def close(self) -> None:
         # A server that lockstep started is not asked to leave the group, because it is killed next.
