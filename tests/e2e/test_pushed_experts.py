@@ -60,7 +60,7 @@ def test_two_servers_have_the_weights_of_two_ranks(
     urls = json.dumps([server.url for server in servers])
     served = ["rollout.engine=sglang", f"rollout.url={urls}", f"rollout.weight_sync={transport}"]
     done = torchrun("train", recipe, "parallel.expert_parallel=2", *common, *served)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "runs" / "run"
     # The last push is before the last update.
     trained = stored(run, STEPS - 1)

@@ -15,7 +15,6 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import LostProcess, Refusal
-from lockstep.parallel.rendezvous import say
 from lockstep.parallel.sharding import reshard
 from lockstep.rollout.servers.adapter import Answer, Placed, ServerFailed, WantedSample
 from lockstep.rollout.servers.fleet import Server
@@ -127,23 +126,27 @@ class WeightSync:
             self._wait_for_one(weights)
 
     def _sync_together(self, servers: Sequence[Server], weights: WeightSource) -> list[Server]:
-        """Broadcasts the weights to all servers at once, and returns the servers that have them. If a server fails, the
-        run sends the weights to each server alone, to find out which one it is."""
+        """Broadcasts the weights to all servers at once, and returns the servers that have them. If a server is lost,
+        the others wait in the same process group, until the run ends. A restarted run sends the first weights to each
+        server alone."""
         if not (by_collective(self.settings) and len(servers) > 1 and self.bounds is not None):
             return []  # the first push calibrates the weight check
         try:
             if not all(server.up or server.asleep for server in servers):
                 self._unlink(servers)
             self._push(servers, weights)
-            for server in servers:
-                self._accept_check(server, self._check(server))
         except ServerFailed as error:
-            self._unlink(servers)
-            for server in servers:
-                self._abandon(server)
-            say(f"warning: the weights are sent to each server alone, because the broadcast to all failed: {error}")
-            self._next_version()
-            return []
+            raise LostProcess.at(
+                f"rollout.engine {self.server_adapter.name}",
+                f"the broadcast of the weights after {self.updates} updates to {len(servers)} servers failed: {error}",
+                RESUME_REMEDY,
+                code="weight-sync-failed",
+            ) from error
+        for server in servers:
+            try:
+                self._accept_check(server, self._check(server))
+            except ServerFailed as error:
+                raise self._push_refusal(server, error) from error
         return list(servers)
 
     def _targets(self) -> list[Server]:

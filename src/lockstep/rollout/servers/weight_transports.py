@@ -126,6 +126,9 @@ MEETING_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 _MARGIN_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
+# A thread of the backend may still read the buffer of a broadcast that has failed, and ends the process if the memory
+# is gone. So these buffers are never freed.
+_FAILED_BUFFERS: list[torch.Tensor] = []
 
 Weights = Sequence[tuple[str, torch.Tensor]]
 
@@ -247,7 +250,11 @@ class WeightLink:
 
     def _wait_for(self, sending: tuple[torch.Tensor, Any] | None) -> None:
         if sending is not None:
-            sending[1].wait()
+            try:
+                sending[1].wait()
+            except RuntimeError:
+                _FAILED_BUFFERS.append(sending[0])
+                raise
             # `wait` may return before the buffer is sent, and its memory must not be reused before.
             self.device.synchronise()
 
@@ -263,8 +270,9 @@ class WeightLink:
         """Takes part in the remaining gathers after an error, because the other ranks wait in them."""
         if weights.gathers:
             self.close(notify=False)  # ends a broadcast that waits for a server
-            if self._run_side is not None:
-                wait((self._run_side,))
+            if self._run_side is not None and wait((self._run_side,), timeout=_MARGIN_SECONDS).not_done:
+                # The other ranks cannot be told, because they wait in a gather. They end with this rank.
+                raise RuntimeError(f"{self.addresses}: a broadcast of weights cannot be ended")
             buckets.take_rest()
 
     def _run_all(
