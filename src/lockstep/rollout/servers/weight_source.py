@@ -13,7 +13,7 @@ import torch
 
 from lockstep.model.export_folder import SavedNames, saved_names
 from lockstep.model.policy import Policy
-from lockstep.parallel.sharding import held_part, reshard, whole_on
+from lockstep.parallel.sharding import held_part, whole_on
 from lockstep.rollout.servers.adapter import Answer, WantedSample
 from lockstep.rollout.servers.weight_check import fingerprint
 
@@ -31,7 +31,7 @@ def file_names(policy: Policy) -> SavedNames | None:
 class WeightSource:
     """The weights that are sent to servers, in a fixed order.
 
-    `device`: the parameters are sharded, and an iteration gathers them on this device, one at a time. All ranks must
+    `device`: the parameters are shards, and an iteration gathers them on this device, one at a time. All ranks must
     iterate together; `lead` is called on rank 0 before each iteration and makes the other ranks iterate too.
     """
 
@@ -57,9 +57,6 @@ class WeightSource:
         return self._tensors()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.gathers:
-            # The shards have no effect on the full parameters that a forward pass has left.
-            reshard(self.policy)
         if self.names is None:
             for name, parameter in self.parameters:
                 yield name, self._full(parameter)

@@ -79,6 +79,9 @@ class WeightSync:
 
     def source(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightSource:
         """Returns the weights to send. `parameters` are shards if `streams`, else full tensors."""
+        if self.streams:
+            # Before the parameters are listed: the root may still have full ones, whose memory would be freed later.
+            reshard(self.policy)
         device = self.device.torch_device(self.world.local_rank) if self.streams else None
         return WeightSource(self.policy, parameters, self._names, device, lambda: self._lead(GatherWeights()))
 
