@@ -119,7 +119,9 @@ def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: boo
         stays = part.updated if phase.name == STEP else 0
         phase = replace(phase, optimizer=phase.optimizer - part.state + stays)
     if offload in ("params", "all"):
-        gone = 0 if gathered else max(0, part.weights - part.layer)
+        # The gathered weights of a pass are counted apart from the shards (`gathered_beside`).
+        stay = part.layer if phase.name == STEP else 0
+        gone = 0 if gathered else max(0, part.weights - stay)
         gradients = phase.gradients if phase.name == STEP else max(0, phase.gradients - part.gradients)
         phase = replace(phase, weights=phase.weights - gone, gradients=gradients)
     return phase
