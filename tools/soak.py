@@ -1,13 +1,14 @@
 """Strikes a run again and again, and shows that it ends as if nothing had happened.
 
     python tools/soak.py --blows 20 --seed 0 --out bench/results/soak.json
+    python tools/soak.py --blows 20 --seed 0 --expert-parallel 2 --out bench/results/soak_experts.json
 
 A GRPO run of two ranks with a reward function in separate processes, under `parallel.max_restarts`. Blow after blow,
 a process of the run (a rank, one that scores, one that watches over that) is killed (SIGKILL) or stopped (SIGSTOP) at a
 random moment: after some progress, or while the ranks are still starting. The launcher, which nobody watches over, is
 killed only: all others must end with it, and the command is given again. Then the run must have ended well, with the
 metrics, the samples and the weights of one that nothing happened to, bit for bit and each once; no process and no
-shared memory may be left.
+shared memory may be left. With `--expert-parallel`, the ranks divide the experts of a mixture-of-experts model.
 """
 
 from __future__ import annotations
@@ -70,12 +71,27 @@ class Outcome:
     said: str = ""
 
 
-def write_scene(folder: Path, steps: int, ranks: int, time_limit: float = 10) -> Path:
-    """The tiny model, rows, a reward function and a recipe."""
+def write_experts(folder: Path) -> None:
+    """Replaces the tiny model of a folder by a mixture of 8 experts with the same tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
+
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=vocabulary, initializer_range=0.1, **sizes, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def write_scene(folder: Path, steps: int, ranks: int, time_limit: float = 10, experts: int = 1) -> Path:
+    """The tiny model, rows, a reward function and a recipe. The ranks divide the experts over groups of `experts`."""
     from lockstep.data.prepare.generated import write_arithmetic
     from lockstep.model.tiny import write_tiny
 
     write_tiny(folder / "model", hidden=64, layers=2)
+    if experts > 1:
+        write_experts(folder / "model")
     write_arithmetic(folder / "data", train_rows=64, val_rows=8)
     (folder / "reward.py").write_text(REWARD.format(over=str(folder / OVER)), encoding="utf-8")
     recipe = folder / "recipe.yaml"
@@ -97,7 +113,7 @@ reward:
 optim: {{lr: 1e-3}}
 checkpoint: {{every: 3}}
 log: {{samples: 8}}
-parallel: {{devices: {ranks}, max_restarts: 1}}
+parallel: {{devices: {ranks}, max_restarts: 1, expert_parallel: {experts}}}
 """,
         encoding="utf-8",
     )
@@ -291,11 +307,12 @@ def soak(
     ranks: int = 2,
     stall: float = 40,
     time_limit: float = 10,
+    experts: int = 1,
     python: tuple[str, ...] = (sys.executable,),
 ) -> tuple[Outcome, Outcome, list[str]]:
     """The run that was left alone, the one that was struck, and what of the two differs. A single rank is left alone in
     a process that `python` starts, without a launcher. So is a launcher that is never struck."""
-    recipe = write_scene(folder, steps, ranks, time_limit)
+    recipe = write_scene(folder, steps, ranks, time_limit, experts)
     alone = ["parallel.devices=1", "parallel.max_restarts=0"] if ranks == 1 else []
     whole = run(recipe, folder / "whole", alone, python=python)
     words = [f"parallel.max_restarts={2 * plan.blows}", *([f"parallel.stall_seconds={stall:g}"] if plan.stops else [])]
@@ -312,11 +329,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: 6 for each blow")
     parser.add_argument("--stall", type=float, default=40, help="parallel.stall_seconds")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--expert-parallel", type=int, default=1, help="2 or more: a model with experts")
     parser.add_argument("--out", type=Path, help="write what happened to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lockstep-soak-") as folder:
         steps = args.steps or 6 * args.blows
-        whole, struck, apart = soak(Path(folder), Plan(args.blows, args.seed), steps=steps, stall=args.stall)
+        plan, layout = Plan(args.blows, args.seed), {"ranks": args.ranks, "experts": args.expert_parallel}
+        whole, struck, apart = soak(Path(folder), plan, steps=steps, stall=args.stall, **layout)
     for blow in struck.blows:
         print(f"{blow.second:7.1f} s  {blow.signal} {blow.kind} {blow.pid}, after {blow.steps} steps")
     print(f"status {struck.status}, {struck.restarts} restarts, the command given {struck.starts} times")
@@ -331,7 +351,7 @@ def main() -> None:
         packages = {"torch": torch.__version__, "transformers": transformers.__version__}
         versions = {"python": platform.python_version(), **packages}
         record = {
-            "settings": {"blows": args.blows, "seed": args.seed, "steps": steps, "stall_seconds": args.stall},
+            "settings": {"blows": args.blows, "seed": args.seed, "steps": steps, "stall_seconds": args.stall, **layout},
             "versions": versions | {"machine": platform.machine(), "cores": os.cpu_count()},
             "undisturbed_seconds": round(whole.seconds, 1),
             "seconds": round(struck.seconds, 1),

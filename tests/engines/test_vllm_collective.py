@@ -15,7 +15,9 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.servers import weight_transports
 from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.weight_source import WeightSource
 from lockstep.rollout.servers.weight_transports import SHARED_MEMORY, WeightLink
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
@@ -80,10 +82,17 @@ def exchanged(sent: Bucket) -> Bucket:
 def test_what_was_not_announced_so_is_caught(
     engine: ServerEngine, monkeypatch: pytest.MonkeyPatch, change: Callable[[Bucket], Bucket]
 ) -> None:
-    send = WeightLink._send
+    flat, names = weight_transports.flat_bucket, [name for name, _ in engine.policy.stored.named_parameters()]
+
+    def changed(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The checksums of the tensors, and the bytes of others. All tensors are in one bucket."""
+        others = [tensor for _, tensor in change(list(zip(names, tensors, strict=True)))]
+        head = 8 * len(tensors)
+        return torch.cat([flat(tensors, dtype)[:head], flat(others, dtype)[head:]])
+
     move(engine.policy, by=0.01, seed=7)
     with monkeypatch.context() as patch:
-        patch.setattr(WeightLink, "_send", lambda self, bucket, dtype: send(self, change(list(bucket)), dtype))
+        patch.setattr(weight_transports, "flat_bucket", changed)
         with pytest.raises(Refusal) as caught:
             sync(engine, 4)
     assert "[weight-sync-failed]" in str(caught.value)
@@ -91,14 +100,16 @@ def test_what_was_not_announced_so_is_caught(
     assert f"corrupt tensors: ['{LEFT_OUT}'" in str(caught.value)
 
 
+def without_one(sent: WeightSource) -> WeightSource:
+    return WeightSource(sent.policy, [one for one in sent.parameters if one[0] != LEFT_OUT], None)
+
+
 def test_a_tensor_that_is_not_sent_at_all_is_missed(
     engine: ServerEngine, embedded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give = WeightLink.give
     with monkeypatch.context() as patch:
-        patch.setattr(
-            WeightLink, "give", lambda self, sent, dtype: give(self, [one for one in sent if one[0] != LEFT_OUT], dtype)
-        )
+        patch.setattr(WeightLink, "give", lambda self, sent, dtype: give(self, without_one(sent), dtype))
         with pytest.raises(Refusal) as caught:
             sync(engine, 4)
     assert "did not load the weights" in (said := str(caught.value)) or "log-probs of the weight check" in said
@@ -110,18 +121,15 @@ def test_a_tensor_that_is_not_sent_at_all_is_missed(
 def test_a_server_that_is_killed_in_the_middle_of_a_push_comes_back(
     engine: ServerEngine, embedded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, killed = WeightLink._send, []
+    send, killed = WeightLink._send_flat, []
 
-    def dying(self: WeightLink, bucket: Bucket, dtype: torch.dtype) -> None:
+    def dying(self: WeightLink, buckets: Any, dtype: torch.dtype) -> None:
         if not killed:
             killed.append(self)
-            send(self, bucket[:3], dtype)
             engine.fleet.servers[0].process._process.kill()
-            send(self, bucket[3:], dtype)
-        else:
-            send(self, bucket, dtype)
+        send(self, buckets, dtype)
 
-    monkeypatch.setattr(WeightLink, "_send", dying)
+    monkeypatch.setattr(WeightLink, "_send_flat", dying)
     move(engine.policy, by=0.02, seed=9)
     sync(engine, 6)
     assert killed

@@ -15,6 +15,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 import uuid
@@ -253,10 +254,11 @@ class Engine:
         with torch.no_grad():
             for file in files:
                 for name, tensor in load_file(file).items():
-                    if name in own and name not in self.dropped_tensors:
-                        own[name].copy_(tensor)
-                    elif name not in own:
+                    place = _place(own, name)
+                    if place is None:
                         raise KeyError(name)
+                    if name not in self.dropped_tensors:
+                        place.copy_(tensor)
 
     # Weights by a collective.
 
@@ -326,10 +328,11 @@ class Engine:
             taken.append((tensor, weight))
         own = dict(self.model.named_parameters(remove_duplicate=False))
         for tensor, weight in taken:
-            if tensor not in own:
+            place = _place(own, tensor)
+            if place is None:
                 return f"Failed to update parameter online: {tensor}."
             if tensor not in self.dropped_tensors:
-                own[tensor].copy_(weight)
+                place.copy_(weight)
         return None
 
     def _flush(self) -> bool:
@@ -443,6 +446,18 @@ class Engine:
         backend = "pytorch" if self.args.enable_deterministic_inference else self.args.sampling_backend or "flashinfer"
         given |= {"sampling_backend": backend, "sampling_mask_max_tokens": 4096, "disable_radix_cache": False}
         return {**given, "version": VERSION, "internal_states": [{}], "context_length": self.context}
+
+
+def _place(own: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    """Where a tensor of a checkpoint goes: a parameter, or the part of one expert in a stack, as SGLang loads
+    Qwen3-MoE. A stack itself is no tensor of a checkpoint."""
+    expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if expert is None:
+        return None if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else own.get(name)
+    stack, number, kind = expert[1], int(expert[2]), expert[3]
+    if kind == "down":
+        return own[f"{stack}.down_proj"][number]
+    return own[f"{stack}.gate_up_proj"][number].chunk(2)[kind == "up"]
 
 
 def _end_ids(model: Any) -> set[int]:

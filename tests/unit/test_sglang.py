@@ -389,6 +389,34 @@ def test_weights_by_a_collective_go_in_buckets_and_are_proven(
     assert not server.engine.groups, "destroyed with the engine"
 
 
+def test_later_pushes_reach_both_servers_by_one_broadcast(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sglang, "bucket_bytes", 20_000)
+    size = sum(parameter.nbytes for _, parameter in policy.stored.named_parameters())
+    with (
+        serving(folder, *FLAGS) as one,
+        serving(folder, *FLAGS) as two,
+        engine_at(policy, folder, one, two, weight_sync="collective") as engine,
+    ):
+        # The first server twice, to calibrate the weight check, and then the second one.
+        assert engine.take_sync_metrics()["perf/weight_sync_bytes"] == 3 * size
+        for _ in range(2):
+            moved(policy)
+            engine.sync(policy.stored.named_parameters())
+            assert engine.take_sync_metrics()["perf/weight_sync_bytes"] == size
+            for server in (one, two):
+                own = dict(server.engine.model.named_parameters())
+                assert all(torch.equal(own[name], sent) for name, sent in policy.stored.named_parameters())
+        # A group of its own at first, and then one with the other server.
+        joins = [
+            [body["world_size"] for path, body in server.engine.asked if "init_weights" in path]
+            for server in (one, two)
+        ]
+        assert joins == [[2, 3], [2, 3]]
+        assert len(one.engine.groups) == len(two.engine.groups) == 1
+
+
 def test_a_release_without_sessions_for_weights_is_refused_for_a_collective_with_the_way_that_it_has(
     policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from lockstep.rollout.servers import weight_transports as collective
 from lockstep.rollout.servers.adapter import Announced, Channel, GroupMeeting, ServerFailed
 from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.rollout.servers.vllm import PLUGIN
+from lockstep.rollout.servers.weight_source import WeightSource, bucket_counts
 from lockstep.rollout.servers.weight_transports import WeightLink, own_address, refuse_shared_device
 
 # A worker as a server has them: it reads verbs, and answers each with a line.
@@ -41,7 +44,7 @@ for line in sys.stdin:
     verb, told = json.loads(line)
     try:
         if verb == "join":
-            group, store = met(**told, rank=1)
+            group, store = met(rank=told.pop("first"), **told)
             said = {"bound": str(dist.group.WORLD.bound_device_id)}
         elif verb == "receive":
             del told["group"]
@@ -64,7 +67,8 @@ class Worker:
 
     process: subprocess.Popen[str]
     name: str = "worker"
-    bucket_bytes: int | None = None
+    bucket_bytes: int = 2**20
+    receives_all: bool = True
     hold: Callable[[str], None] = lambda verb: None
     said: list[dict[str, Any]] = field(default_factory=list)
 
@@ -120,9 +124,13 @@ def worker() -> Iterator[Worker]:
 
 
 def linked(worker: Worker, limit: float = HANG) -> WeightLink:
-    link = WeightLink(worker, Line(), Cpu(), 0, limit, lambda what: None)  # type: ignore[arg-type]
+    link = WeightLink(worker, [Line()], Cpu(), 0, limit, lambda what: None)  # type: ignore[arg-type,list-item]
     link.join()
     return link
+
+
+def source(sent: list[tuple[str, torch.Tensor]]) -> WeightSource:
+    return WeightSource(None, sent, None)  # type: ignore[arg-type]
 
 
 def weights() -> list[tuple[str, torch.Tensor]]:
@@ -144,7 +152,8 @@ def test_tensors_come_as_announced_in_several_pushes_and_groups(worker: Worker) 
         link = linked(worker)
         assert worker.said[-1] == {"bound": "cuda:0"}
         for _ in range(2):
-            link.give(sent, dtype)
+            link.give(source(sent), dtype)
+            assert link.sent_bytes == sum(8 + dtype.itemsize * tensor.numel() for _, tensor in sent)
             told = worker.said[-1]
             assert (told["ignored"], told["spoiled"]) == (["c"], [])
             assert told["values"] == {name: tensor.to(dtype).double().sum().item() for name, tensor in sent[:2]}
@@ -157,22 +166,98 @@ def test_a_tensor_that_is_not_the_announced_one_is_found_out(worker: Worker, mon
     """Two of the same shape that changed places, and one that changed on its way."""
     sent = [("a", torch.randn(4)), ("b", torch.randn(4)), ("c", torch.randn(4))]
     link = linked(worker)
-    give = link._send
+    flat = collective.flat_bucket
 
-    def other(bucket: Any, dtype: torch.dtype) -> None:
-        give([bucket[1], bucket[0], ("c", bucket[2][1] + 1)], dtype)
+    def other(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The checksums of the announced tensors, and the bytes of others."""
+        changed = flat([tensors[1], tensors[0], tensors[2] + 1], dtype)
+        return torch.cat([flat(tensors, dtype)[: 8 * len(tensors)], changed[8 * len(tensors) :]])
 
-    monkeypatch.setattr(link, "_send", other)
-    link.give(sent, torch.float32)
+    monkeypatch.setattr(collective, "flat_bucket", other)
+    link.give(source(sent), torch.float32)
     assert worker.said[-1]["spoiled"] == ["a", "b", "c"]
     link.close()
 
 
+@pytest.mark.parametrize("limit", [1, 30, 2**20])
+def test_any_size_of_buckets_sends_the_same_tensors(worker: Worker, limit: int) -> None:
+    link = linked(Worker(worker.process, bucket_bytes=limit))
+    sent = weights()
+    link.give(source(sent), torch.float32)
+    said = link.server_adapter.said[-1]  # type: ignore[attr-defined]
+    assert (said["ignored"], said["spoiled"]) == (["c"], [])
+    assert said["values"] == {name: tensor.double().sum().item() for name, tensor in sent[:2]}
+    link.close()
+
+
+def test_a_bucket_is_taken_while_the_one_before_is_sent(worker: Worker) -> None:
+    """The second bucket is gathered before the receiver has the first: the receiver waits for it."""
+    taken: list[str] = []
+
+    class Gathering(WeightSource):
+        def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self.parameters:
+                taken.append(name)
+                yield name, tensor
+
+    receiver = Worker(worker.process, bucket_bytes=1)
+    link = linked(receiver)
+    # The receiver starts only when the run has gathered the second bucket.
+    receiver.hold = lambda verb: _wait_until(lambda: "b" in taken)
+    link.give(Gathering(None, weights(), None), torch.float32)  # type: ignore[arg-type]
+    assert taken == ["a", "b", "c"]
+    link.close()
+
+
+def _wait_until(ready: Callable[[], bool]) -> None:
+    given_up = time.monotonic() + HANG
+    while not ready():
+        assert time.monotonic() < given_up
+        time.sleep(0.01)
+
+
+def test_two_servers_get_one_broadcast() -> None:
+    with started() as one, started() as two:
+        lines = {"http://127.0.0.1:1": one, "http://127.0.0.1:2": two}
+
+        class Both(Worker):
+            """The operations of an adapter, each sent to the worker of its line."""
+
+            def workers(self, line: Channel) -> int:
+                return 1
+
+            def join(self, line: Channel, meeting: GroupMeeting) -> None:
+                lines[line.address]._ask("join", asdict(meeting))
+
+            def receive(self, line: Channel, group: str, announced: Announced) -> None:
+                lines[line.address]._ask("receive", {"group": group, **asdict(announced)})
+
+            def leave(self, line: Channel, group: str) -> None:
+                lines[line.address]._ask("leave", {})
+
+        clients = [SimpleNamespace(address=address) for address in lines]
+        link = WeightLink(Both(one.process, bucket_bytes=32), clients, Cpu(), 0, HANG, lambda what: None)  # type: ignore[arg-type]
+        link.join()
+        assert [(meeting.first, meeting.size) for meeting in link.meetings] == [(1, 3), (2, 3)]
+        sent = weights()
+        link.give(source(sent), torch.float32)
+        for worker in (one, two):
+            said = worker.said[-1]
+            assert (said["ignored"], said["spoiled"]) == (["c"], [])
+            assert said["values"] == {name: tensor.double().sum().item() for name, tensor in sent[:2]}
+        # Once, not for each server.
+        assert link.sent_bytes == sum(8 + tensor.nbytes for _, tensor in sent)
+        two.process.kill()
+        with pytest.raises(ServerFailed) as caught:
+            link.give(source([("a", torch.zeros(4_000_000)), *sent[1:]]), torch.float32)
+        assert caught.value.lost
+        link.close(notify=False)
+
+
 def test_buckets_hold_what_fits_in_their_order() -> None:
-    sent = [(name, torch.zeros(size)) for name, size in (("a", 4), ("b", 4), ("c", 100), ("d", 1))]
-    taken = collective._buckets(sent, torch.float32, 32)
-    assert [[name for name, _ in bucket] for bucket in taken] == [["a", "b"], ["c"], ["d"]]
-    assert [len(bucket) for bucket in collective._buckets(sent, torch.float32, None)] == [4]
+    assert bucket_counts([16, 16, 400, 4], 32) == [2, 1, 1]
+    assert bucket_counts([16, 16, 400, 4], 1000) == [4]
+    assert bucket_counts([], 32) == []
 
 
 def test_a_worker_that_cannot_join_says_why_at_once(worker: Worker) -> None:
@@ -202,7 +287,7 @@ def test_a_server_that_dies_in_the_middle_of_a_push_is_lost() -> None:
         link = linked(worker)
         worker.hold = lambda verb: worker.process.kill()
         with pytest.raises(ServerFailed) as caught:
-            link.give([("a", torch.zeros(4_000_000))], torch.float32)
+            link.give(source([("a", torch.zeros(4_000_000))]), torch.float32)
         assert caught.value.lost
         link.close(notify=False)
 

@@ -231,6 +231,19 @@ def experts_gathered(root: nn.Module) -> Iterator[None]:
             hooks.gathered = {}
 
 
+def full_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the parameters by name. Inside `experts_gathered`, the experts are those of all peers."""
+    gathered = {
+        parameter: hooks.gathered[name]
+        for module in root.modules()
+        if (hooks := divided_experts(module)) is not None and hooks.gathered
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    for name, parameter in root.named_parameters():
+        yield name, gathered.get(parameter, parameter)
+
+
 @torch.no_grad()
 def _of_all_peers(parameter: torch.Tensor, group: ExpertGroup) -> torch.Tensor:
     local = (parameter.to_local() if is_sliced(parameter) else parameter).detach().contiguous()

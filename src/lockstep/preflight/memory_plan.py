@@ -22,13 +22,15 @@ from lockstep.preflight.model_sizes import (
     activation_bytes,
     backward_bytes,
     count_parameters,
+    gathered_beside,
     head_bytes,
     kept_by_layer,
     kernels_of,
     layer_bytes,
     loaded_beside,
+    micro_batch_tokens,
+    one_micro_batch,
     selection_bytes,
-    selects_tokens,
     tile_sums,
 )
 from lockstep.preflight.state_sizes import kv_bytes, state_bytes
@@ -117,7 +119,9 @@ def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: boo
         stays = part.updated if phase.name == STEP else 0
         phase = replace(phase, optimizer=phase.optimizer - part.state + stays)
     if offload in ("params", "all"):
-        gone = 0 if gathered else max(0, part.weights - part.layer)
+        # The gathered weights of a pass are counted apart from the shards (`gathered_beside`).
+        stay = part.layer if phase.name == STEP else 0
+        gone = 0 if gathered else max(0, part.weights - stay)
         gradients = phase.gradients if phase.name == STEP else max(0, phase.gradients - part.gradients)
         phase = replace(phase, weights=phase.weights - gone, gradients=gradients)
     return phase
@@ -210,23 +214,27 @@ def plan_memory(
     counted = counted or count_parameters(recipe, config)
     parameters, trained = counted.parameters, counted.trained
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
-    single = _one_micro_batch(recipe, rows, longest)
+    single = one_micro_batch(recipe, rows, longest)
     # If an update is one micro-batch, the device's AdamW reads gradients in the model's dtype and needs no fp32 copy.
     own_adamw = device.adamw != Device.adamw and recipe.optim.name == "adamw"
     fp32_gradients = masters and not (own_adamw and devices == 1 and single)
     model = _trained_bytes(recipe, config, counted, shards, 4 if fp32_gradients else size)
-    tokens = _micro_batch_tokens(recipe, config, rows, longest)
+    tokens = micro_batch_tokens(recipe, config, rows, longest)
     kernels = kernels_of(recipe, counted, device, devices)
     activations = _Activations.of(recipe, config, tokens, longest, kernels, tensor)
     activations = activations.with_dora(recipe, config, counted, tokens)
     tower = TowerBytes() if counted.tower is None else counted.tower.bytes(recipe.model, config, tokens, images)
     activations = activations.with_tower(tower)
     gathered_bytes = loaded_beside(counted, config, grid, size) if devices > 1 else 0
+    beside = gathered_beside(counted, config, grid, size) if devices > 1 else (0, 0)
     phases: tuple[Phase, ...] = (
         Phase("load", model.weights + gathered_bytes),
-        _forward_backward(recipe, model, activations, 0 if single else trained * size // shards),
+        _forward_backward(recipe, model, activations, 0 if single else trained * size // shards, beside),
         Phase(STEP, model.weights, model.gradients, model.state, counted.scratch_bytes(recipe, shards)),
-        Phase("validation", model.weights, 0, model.state, activations.validation),
+        _larger(
+            Phase("validation", model.weights + beside[0], 0, model.state),
+            Phase("validation", model.weights + beside[1], 0, model.state, activations.validation),
+        ),
     )
     checkpoint_bytes = trained * size + counted.state_bytes(recipe)
     phases = tuple(_with_workspace(phase, counted, size) for phase in phases)
@@ -319,9 +327,16 @@ def _trains_head(lora: Lora | None) -> bool:
     return lora is None or any(name.split(".")[-1] == "lm_head" for name in lora.modules_to_save)
 
 
-def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int) -> Phase:
-    """Returns the peak of the forward and backward pass. The peak is at the start of the backward pass, with all
-    activations, or at its end, with all gradients.
+def _larger(*phases: Phase) -> Phase:
+    return max(phases, key=lambda phase: phase.total)
+
+
+def _forward_backward(
+    recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int, beside: tuple[int, int]
+) -> Phase:
+    """Returns the peak of the forward and backward pass. The peak is at its start, when the weights outside the layers
+    are gathered (`beside`, see `gathered_beside`), at the start of the backward pass, with all activations, or at its
+    end, with all gradients.
 
     `arriving` is the bytes of the gradients of one micro-batch, which are added to the fp32 gradients of the previous
     micro-batches.
@@ -329,26 +344,12 @@ def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activat
     on_host = recipe.parallel.offload in ("params", "all")
     arriving = arriving if recipe.model.master_weights and not on_host else 0
     here = activations.layers - activations.on_host * int(recipe.model.activation_offload)
-    ends = (
-        Phase("forward and backward", model.weights, model.gradients, model.state, here + activations.head),
-        Phase("forward and backward", model.weights, model.gradients + arriving, model.state, activations.last),
+    name, (entered, kept) = "forward and backward", beside
+    return _larger(
+        Phase(name, model.weights + entered, 0, model.state),
+        Phase(name, model.weights + kept, model.gradients, model.state, here + activations.head),
+        Phase(name, model.weights + kept, model.gradients + arriving, model.state, activations.last),
     )
-    return max(ends, key=lambda phase: phase.total)
-
-
-def _micro_batch_tokens(recipe: Recipe, config: Any, rows: int, longest: int) -> int:
-    """Returns the tokens per device of the largest micro-batch. Models that select tokens pad all sequences of a
-    micro-batch to the longest one."""
-    most = min(recipe.batch.micro_batch_size or rows, rows) * longest
-    if selects_tokens(config):
-        return most
-    return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context_parallel)
-
-
-def _one_micro_batch(recipe: Recipe, rows: int, longest: int) -> bool:
-    """Returns whether an update fits into one micro-batch even if all rows have the maximum length."""
-    fits_rows = recipe.batch.micro_batch_size is None or recipe.batch.micro_batch_size >= rows
-    return fits_rows and (recipe.line_tokens is None or recipe.line_tokens >= rows * longest)
 
 
 def _with_offload(

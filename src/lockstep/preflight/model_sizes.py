@@ -253,10 +253,10 @@ def _trains_policy(recipe: Recipe) -> bool:
     return recipe.method in ONLINE or METHODS[recipe.method].model == "policy"
 
 
-def loaded_beside(counted: Counted, config: Any, grid: Grid, size: int) -> int:
-    """Returns the extra bytes that a device holds for a moment while a sharded model loads, if a parameter that is not
-    quantised has `size` bytes. The extra parameters are those outside the layers, one gathered layer with its buffer,
-    and the previous layer, which is still allocated. The trials of fused operators need less memory."""
+def gathered_beside(counted: Counted, config: Any, grid: Grid, size: int) -> tuple[int, int]:
+    """Returns the bytes of gathered weights on a device of several, beside its shards, if a parameter that is not
+    quantised has `size` bytes: the most, when a pass begins, and those that stay until the end of the backward pass.
+    The root gathers the parameters outside the layers, first into a buffer. They stay with one layer and its buffer."""
     kept = counted.divided // grid.tensor
     inside = counted.parameters - counted.outside
     each = counted.coded.weight_bytes(inside, size) / max(1, inside)
@@ -264,10 +264,17 @@ def loaded_beside(counted: Counted, config: Any, grid: Grid, size: int) -> int:
     others = counted.experts // grid.tensor - counted.experts // (grid.tensor * grid.expert)
     layer = int((counted.layer - (counted.divided - kept + others) // text_sizes(config).layers) * each)
     outside = counted.outside * size
-    entered = outside + 2 * layer + max(outside, layer)
+    return outside + 2 * layer + max(outside, layer), outside + 2 * layer
+
+
+def loaded_beside(counted: Counted, config: Any, grid: Grid, size: int) -> int:
+    """Returns the extra bytes that a device holds for a moment while a sharded model loads: those of its first pass, or
+    the model in host memory. The trials of fused operators need less memory."""
+    inside = counted.parameters - counted.outside
+    each, kept = counted.coded.weight_bytes(inside, size) / max(1, inside), counted.divided // grid.tensor
     # If the full model is in host memory, it is divided over the tensor-parallel ranks before it is sharded.
     split = int((kept - kept // grid.shard) * each) if counted.whole and grid.tensor > 1 else 0
-    return max(entered, split)
+    return max(gathered_beside(counted, config, grid, size)[0], split)
 
 
 def _frozen(recipe: Recipe, own: int, coded: Coded) -> tuple[dict[str, int], dict[str, Coded]]:
@@ -439,3 +446,18 @@ def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
     sizes = text_sizes(config)
     chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * sizes.vocabulary * tokens)
     return chunk + (4 * sizes.vocabulary * sizes.hidden if head_trained else 0)
+
+
+def micro_batch_tokens(recipe: Recipe, config: Any, rows: int, longest: int) -> int:
+    """Returns the tokens per device of the largest micro-batch. Models that select tokens pad all sequences of a
+    micro-batch to the longest one."""
+    most = min(recipe.batch.micro_batch_size or rows, rows) * longest
+    if selects_tokens(config):
+        return most
+    return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context_parallel)
+
+
+def one_micro_batch(recipe: Recipe, rows: int, longest: int) -> bool:
+    """Returns whether an update fits into one micro-batch even if all rows have the maximum length."""
+    fits_rows = recipe.batch.micro_batch_size is None or recipe.batch.micro_batch_size >= rows
+    return fits_rows and (recipe.line_tokens is None or recipe.line_tokens >= rows * longest)

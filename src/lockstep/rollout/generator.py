@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -22,6 +22,7 @@ from lockstep.kernels.sampling import turn_key
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
+from lockstep.parallel.expert import full_parameters
 from lockstep.parallel.sharding import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -73,7 +74,7 @@ class Generator:
         self.stop_ids = tuple(sorted({*end_ids(policy.causal_lm, tokenizer), *end_tokens}))
         paged_on = device if ENGINES[settings.engine].paged else None
         with self._closed_on_refusal(), self.whole_weights():
-            self.engine.sync(self.policy.stored.named_parameters())
+            self.engine.sync(self._weights())
             check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
         self._logs, self._prompt_limit, self._path = logs, prompt_limit, path
         with self._closed_on_refusal():
@@ -215,7 +216,7 @@ class Generator:
             return collect(*arguments, self._ahead.take(keys, n, sampling))
         with self.whole_weights():
             with phases("sync") if self.served else nullcontext():
-                self.engine.sync(self.policy.stored.named_parameters())
+                self.engine.sync(self._weights())
             return collect(*arguments)
 
     def repeat_turns(self, rollouts: Sequence[Rollout], sampling: Sampling) -> list[Rollout]:
@@ -227,7 +228,7 @@ class Generator:
         requests = [_turn_request(own[number], turn) for number, turn in turns]
         found: dict[tuple[int, int], Completion] = {}
         with self.whole_weights():
-            self.engine.sync(self.policy.stored.named_parameters())
+            self.engine.sync(self._weights())
             for completion in self.engine.generate(requests, sampling) if requests else ():
                 found[turns[completion.request]] = completion
         made = [
@@ -266,7 +267,11 @@ class Generator:
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Gathers the full weights on every rank, so that every rank can generate."""
+        """Gathers the full weights on every rank, so that every rank can generate. A serving engine that gathers the
+        weights itself, bucket by bucket, needs only the shards."""
+        if self._streams_weights:
+            yield
+            return
         # A sharded model must be called through its root once before the engines can call its submodules.
         self._enter()
         with gathered(self.policy):
@@ -274,6 +279,20 @@ class Generator:
             # The backward pass prefetches shards in the order of the last forward pass. This prefetch order must be the
             # same on every rank, also on a rank without prompts.
             self._enter()
+
+    @property
+    def _streams_weights(self) -> bool:
+        return self.served and self.engine.streams_weights  # type: ignore[attr-defined, no-any-return]
+
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Returns the weights for `Engine.sync`: shards if the engine gathers them, else full tensors."""
+        if self.served and not self._streams_weights:
+            return full_parameters(self.policy.stored)
+        return self.policy.stored.named_parameters()
+
+    def take_sync_metrics(self) -> dict[str, float]:
+        """Returns the bytes and seconds of weight pushes to a serving engine since the last call."""
+        return self.engine.take_sync_metrics() if self.served else {}  # type: ignore[attr-defined]
 
     def _enter(self) -> None:
         if self.world.size > 1:

@@ -68,6 +68,7 @@ def take_rollouts(
     checks.refuse_nothing_left(failed, len(collector.every), experience.sequences)
     metrics = checks.rollout_metrics(collector.every, rollouts, failed.count)
     metrics |= checks.engine_metrics(generator.world.gather(generator.spent(collector.seconds, collector.taken)))
+    metrics |= generator.take_sync_metrics()
     if max_batches > 1:
         metrics |= {
             "train/num_gen_batches": float(used),

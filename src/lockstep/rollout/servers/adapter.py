@@ -20,6 +20,7 @@ MemoryPart = Literal["weights", "cache"]
 # The largest accepted log-prob is above 0, because rounding can make the log-prob of a token with probability 1
 # slightly positive.
 _MOST_LOGPROB = 0.01
+BUCKET_BYTES = 256 * 2**20
 
 
 class ServerFailed(Exception):
@@ -145,7 +146,8 @@ class PushedWeights:
 
 @dataclass(frozen=True)
 class GroupMeeting:
-    """The rendezvous data of a process group in which the run is rank 0 and a server's workers are the other ranks."""
+    """The rendezvous data of a process group in which the run is rank 0 and the workers of servers are the other
+    ranks."""
 
     address: str
     port: int
@@ -156,6 +158,8 @@ class GroupMeeting:
     size: int
     seconds: float
     """Time limit of the rendezvous."""
+    first: int
+    """The rank of the server's first worker. One group may have the workers of several servers."""
 
 
 @dataclass(frozen=True)
@@ -165,16 +169,21 @@ class Announced:
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
-    sums: Sequence[int]
-    """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`)."""
     dtype: str
     """The name of the torch dtype, such as `bfloat16`."""
+    counts: Sequence[int]
+    """The number of tensors of each bucket."""
 
 
 @dataclass(frozen=True)
-class Placed(Announced):
+class Placed:
     """Describes tensors in memory that the server can map."""
 
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    sums: Sequence[int]
+    """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`)."""
+    dtype: str
     places: Sequence[Mapping[str, Any]]
     """The location of each tensor (`plugin/lockstep_shared.py`)."""
 
@@ -257,8 +266,11 @@ class ServerAdapter(Protocol):
     """Whether the server reads its key from `ServerStart.key_file`."""
     gone_statuses: tuple[int, ...]
     """HTTP statuses with which GET /health reports that the engine behind the HTTP server is dead."""
-    bucket_bytes: int | None
-    """Maximum number of bytes that one call of `receive` may transfer, or None if one call can receive all tensors."""
+    bucket_bytes: int
+    """Maximum number of bytes of a bucket; a larger tensor is a bucket by itself."""
+    receives_all: bool
+    """Whether one call of `receive` receives all buckets, each as one buffer (`flat_bucket`). Otherwise a call receives
+    one bucket, with one broadcast per tensor."""
 
     def install(self, device: str) -> str:
         """Returns the command that installs the engine for a device class in a separate environment."""
@@ -314,8 +326,7 @@ class ServerAdapter(Protocol):
     # -- weights by broadcast in a process group instead of `push`: join once, then begin, receive, finish
 
     def workers(self, client: Channel) -> int:
-        """Returns the number of worker processes of the server. The process group has one more rank, which is the
-        run."""
+        """Returns the number of worker processes of the server."""
 
     def join(self, client: Channel, meeting: GroupMeeting) -> None:
         """Makes all workers of the server join the process group."""

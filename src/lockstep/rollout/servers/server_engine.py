@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import Device
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal
 from lockstep.model.policy import Policy
 from lockstep.model.routing import KEY
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -21,7 +22,6 @@ from lockstep.rollout.servers.fleet import AT_ONCE, Back, Done, Lost
 from lockstep.rollout.servers.request_stream import RequestStream
 from lockstep.rollout.servers.server_manager import RESUME_REMEDY, ServerManager, named_servers, refusal_kind
 from lockstep.rollout.servers.server_process import machine_of, served_host, server_adapter_of
-from lockstep.rollout.servers.weight_check import fingerprint
 from lockstep.rollout.servers.weight_sync import WeightSync
 from lockstep.types import Completion, Request, Sampling
 
@@ -82,28 +82,43 @@ class ServerEngine:
         if not self.fleet.servers:
             self.manager.connect(addresses)
 
+    @property
+    def streams_weights(self) -> bool:
+        """Whether `sync` needs the shards of this rank, and gathers the weights itself, bucket by bucket."""
+        return self.weight_sync.streams
+
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """If a weight has changed, sends the weights to every server and verifies that the server uses them."""
+        """If a weight has changed, sends the weights to every server and verifies that the server uses them. All ranks
+        must call this method, with their shards if `streams_weights`."""
         begun = time.monotonic()
-        all_weights = list(weights)
+        source = self.weight_sync.source(weights)
+        reads = self.world.main or self.streams_weights
+        current = source.held_sums() if reads else None
+        changed = any(self.world.gather(current != self._pushed_fingerprint))
+        compare_seconds = time.monotonic() - begun
 
         def push_if_changed() -> tuple[str, int, list[bool]]:
-            current = fingerprint(all_weights)
-            compare_seconds = time.monotonic() - begun
             slept = any(server.asleep for server in self.fleet.servers)
-            if current != self._pushed_fingerprint or slept or not self.fleet.up():
+            if changed or slept or not self.fleet.up():
                 self.weight_sync.updates = self.updates
-                self.weight_sync.sync_all(all_weights)
-                self._pushed_fingerprint = current
+                self.weight_sync.sync_all(source)
                 self._version_updates = self.updates
                 self.sync_seconds = time.monotonic() - begun
                 self.sync_parts = {"compare": compare_seconds, **self.weight_sync.seconds}
             return self.fleet.version, self._version_updates, [server.up for server in self.fleet.servers]
 
         self.fleet.version, self._version_updates, up = self._on_main(push_if_changed)
+        self._pushed_fingerprint = current
         if not self.world.main:
             for server, is_up in zip(self.fleet.servers, up, strict=True):
                 server.up = is_up
+
+    def take_sync_metrics(self) -> dict[str, float]:
+        """Returns the bytes and seconds of the pushes since the last call; empty if nothing was pushed."""
+        parts, self.sync_parts = self.sync_parts, {}
+        if "push" not in parts:
+            return {}
+        return {"perf/weight_sync_bytes": float(self.weight_sync.sent_bytes), "timing_s/weight_push": parts["push"]}
 
     def metadata(self) -> dict[str, Any]:
         """Returns version, servers, weight transport and weight check for the run record."""
@@ -248,21 +263,30 @@ class ServerEngine:
         self.manager.close()
 
     def _on_main(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0 and returns its result, or raises its error, on all ranks."""
-        result: Any = None
-        kind: type[Refusal] = Refusal
-        problems = None
+        """Runs `work` on rank 0 and returns its result, or raises its error, on all ranks. The other ranks do what rank
+        0 asks them to do meanwhile."""
+        end = _End(None, Refusal, None)
         if self.world.main:
             try:
-                result = work()
+                end = _End(work(), Refusal, None)
             except Refusal as refusal:
-                kind, problems = type(refusal), refusal.problems
+                end = _End(None, type(refusal), refusal.problems)
                 if self.world.size == 1:
                     raise
-        result, kind, problems = self.world.gather((result, kind, problems))[0]
-        if problems:
-            raise kind(problems)
-        return result
+        while not isinstance(message := self.world.gather(end)[0], _End):
+            self.weight_sync.follow(message)
+        if message.problems:
+            raise message.kind(message.problems)
+        return message.result
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of what rank 0 does alone: its result, or the problems of its error."""
+
+    result: Any
+    kind: type[Refusal]
+    problems: Sequence[Problem] | None
 
 
 def open_engine(

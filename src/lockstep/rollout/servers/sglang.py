@@ -14,6 +14,7 @@ from safetensors import safe_open
 from lockstep.device.serving import serving_on
 from lockstep.kernels.sampling import Truncation
 from lockstep.rollout.servers.adapter import (
+    BUCKET_BYTES,
     Announced,
     Answer,
     Channel,
@@ -49,7 +50,8 @@ class Sglang:
     package = "sglang"
     samples_together = False
     opens_memory = False
-    bucket_bytes = 256 * 2**20
+    bucket_bytes = BUCKET_BYTES
+    receives_all = False
     reads_key_file = True
     # Status 503 is not listed, because a paused server returns 503 if its health check generates tokens.
     gone_statuses = (502, 504)
@@ -229,7 +231,7 @@ class Sglang:
         body = {
             "master_address": meeting.address,
             "master_port": meeting.port,
-            "rank_offset": 1,
+            "rank_offset": meeting.first,
             "world_size": meeting.size,
             "group_name": meeting.name,
             "backend": meeting.backend,

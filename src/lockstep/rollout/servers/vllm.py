@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.device.serving import serving_on
 from lockstep.rollout.servers.adapter import (
+    BUCKET_BYTES,
     Announced,
     Answer,
     Channel,
@@ -54,7 +55,8 @@ class Vllm:
     package = "vllm"
     samples_together = True
     opens_memory = True
-    bucket_bytes = None
+    bucket_bytes = BUCKET_BYTES
+    receives_all = True
     reads_key_file = False
     gone_statuses = (502, 503, 504)
 

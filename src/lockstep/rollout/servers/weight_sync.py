@@ -6,13 +6,16 @@ import asyncio
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from lockstep.device.base import Device
-from lockstep.errors import Refusal
+from lockstep.errors import LostProcess, Refusal
+from lockstep.parallel.sharding import reshard
 from lockstep.rollout.servers.adapter import Answer, Placed, ServerFailed, WantedSample
 from lockstep.rollout.servers.fleet import Server
 from lockstep.rollout.servers.server_manager import POLL_SECONDS, RESUME_REMEDY, ServerManager, refusal_kind
@@ -26,12 +29,12 @@ from lockstep.rollout.servers.weight_check import (
     repeat_noise,
     why_rejected,
 )
+from lockstep.rollout.servers.weight_source import GatherWeights, ScoreAnswers, WeightSource, file_names
 from lockstep.rollout.servers.weight_transports import (
     REMEDY,
     SharedMemory,
     Unopened,
     WeightLink,
-    Weights,
     by_collective,
     by_memory,
     transfer_folder,
@@ -68,7 +71,34 @@ class WeightSync:
         self._memory = SharedMemory(device)
         self._run, self._noise = secrets.token_hex(4), 0.0
         self._truncation_checked = False
-        self._links: dict[str, WeightLink] = {}
+        self._links: dict[tuple[str, ...], WeightLink] = {}
+        """The process groups, keyed by the addresses of their servers."""
+        self.streams = self.by_collective and self.world.size > 1
+        """Whether pushes gather the sharded weights bucket by bucket. Otherwise they are gathered before."""
+        self._names = file_names(self.policy) if manager.lora_rank is None else None
+        self.sent_bytes = 0
+        """Bytes that the last sync sent, summed over its pushes. A broadcast to several servers counts once."""
+
+    def source(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightSource:
+        """Returns the weights to send. `parameters` are shards if `streams`, else full tensors."""
+        if self.streams:
+            # Before the parameters are listed: the root may still have full ones, whose memory would be freed later.
+            reshard(self.policy)
+        device = self.device.torch_device(self.world.local_rank) if self.streams else None
+        return WeightSource(self.policy, parameters, self._names, device, lambda: self._lead(GatherWeights()))
+
+    def follow(self, message: GatherWeights | ScoreAnswers) -> None:
+        """Does the part of this rank in what rank 0 does."""
+        if isinstance(message, ScoreAnswers):
+            self._scored(message)
+            return
+        for _ in self.source(self.policy.stored.named_parameters()):
+            pass
+
+    def _lead(self, message: GatherWeights | ScoreAnswers) -> None:
+        """Makes the other ranks call `follow`."""
+        if self.streams and self.world.main:
+            self.world.gather(message)
 
     @property
     def adapter(self) -> str | None:
@@ -82,13 +112,16 @@ class WeightSync:
 
     # -- which servers
 
-    def sync_all(self, weights: Weights) -> None:
+    def sync_all(self, weights: WeightSource) -> None:
         """Sends the weights to every reachable server; waits until at least one server has the weights."""
         self.seconds.clear()
+        self.sent_bytes = 0
         self._next_version()
         self._restart_ended()
-        reached = []
+        reached = self._sync_together(self._targets(), weights)
         for server in self._targets():
+            if server in reached:
+                continue
             try:
                 self._sync_one(server, weights)
                 reached.append(server)
@@ -104,13 +137,37 @@ class WeightSync:
             if server.why and server.process is not None and not server.process.alive:
                 self.manager.restart(server)
 
+    def _sync_together(self, servers: Sequence[Server], weights: WeightSource) -> list[Server]:
+        """Broadcasts the weights to all servers at once, and returns the servers that have them. If a server is lost,
+        the others wait in the same process group, until the run ends. A restarted run sends the first weights to each
+        server alone."""
+        if not (self.by_collective and len(servers) > 1 and self.bounds is not None):
+            return []  # the first push calibrates the weight check
+        try:
+            if not all(server.up or server.asleep for server in servers):
+                self._unlink(servers)
+            self._push(servers, weights)
+        except ServerFailed as error:
+            raise LostProcess.at(
+                f"rollout.engine {self.server_adapter.name}",
+                f"the broadcast of the weights after {self.updates} updates to {len(servers)} servers failed: {error}",
+                RESUME_REMEDY,
+                code="weight-sync-failed",
+            ) from error
+        for server in servers:
+            try:
+                self._accept_check(server, self._check(server))
+            except ServerFailed as error:
+                raise self._push_refusal(server, error) from error
+        return list(servers)
+
     def _targets(self) -> list[Server]:
         """Returns the servers that get the weights now. A lost server gets the weights when it responds again
         (`bring_up`). If all servers are lost, all servers are returned."""
         usable = [server for server in self.fleet.servers if not server.left_out]
         return [server for server in usable if not server.why] or usable
 
-    def bring_up(self, server: Server, weights: Weights | None = None) -> None:
+    def bring_up(self, server: Server, weights: WeightSource | None = None) -> None:
         """Sends the current weights to a server that responds again."""
         try:
             self.server_adapter.healthy(server.client)
@@ -121,15 +178,34 @@ class WeightSync:
                 return
             if not self.manager.accept_late(server):
                 return
+            if weights is None and self.streams:
+                self._resume_use(server)
+                return
             # The server may have been restarted, so its previous weight check is dropped.
             self.checked.pop(server.client.address, None)
-            self._sync_one(server, list(self.policy.stored.named_parameters()) if weights is None else weights)
+            own = self.source(self.policy.stored.named_parameters()) if weights is None else weights
+            self._sync_one(server, own)
         except ServerFailed as error:
             server.why = str(error)
             if not error.lost:
                 raise self._push_refusal(server, error) from error
             if server.process is not None and not server.process.alive:
                 self.manager.restart(server)
+
+    def _resume_use(self, server: Server) -> None:
+        """Uses a server again that still has the weights of this step. Weights that are sharded over several ranks can
+        only be sent at the start of a step, when all ranks take part."""
+        server.up = self.server_adapter.version(server.client) == self.fleet.version
+        if server.up:
+            server.why, server.starts = "", 0
+        elif not self.fleet.up():
+            raise LostProcess.at(
+                f"rollout.engine {self.server_adapter.name} at {server.client.address}",
+                "the server lost its weights during generation, and no other server has them; with "
+                f"rollout.weight_sync=collective, {self.world.size} processes send them only at the start of a step",
+                RESUME_REMEDY,
+                code="server-lost",
+            )
 
     def _lose(self, server: Server, error: ServerFailed) -> bool:
         """Marks a server as lost. Returns True if the failure is not an HTTP error status. In this case the run
@@ -138,7 +214,7 @@ class WeightSync:
         server.up, server.why, server.since = False, str(error), time.monotonic()
         return error.status is None
 
-    def _wait_for_one(self, weights: Weights) -> None:
+    def _wait_for_one(self, weights: WeightSource) -> None:
         """Called when all servers are lost. Restarts the servers that lockstep started, and sends the weights to the
         first server that responds."""
         for server in self.fleet.servers:
@@ -153,13 +229,13 @@ class WeightSync:
 
     # -- one server
 
-    def _sync_one(self, server: Server, weights: Weights) -> None:
+    def _sync_one(self, server: Server, weights: WeightSource) -> None:
         try:
             if not (server.up or server.asleep):
-                self._unlink(server)  # a lost server is no longer in its process group
+                self._unlink([server])  # a lost server is no longer in its process group
             self._push_and_check(server, weights)
         except ServerFailed as error:
-            self._unlink(server)
+            self._unlink([server])
             if not error.gone:
                 self._abandon(server)
             raise
@@ -179,15 +255,15 @@ class WeightSync:
             with suppress(ServerFailed):
                 action(client)
 
-    def _push_and_check(self, server: Server, weights: Weights) -> None:
+    def _push_and_check(self, server: Server, weights: WeightSource) -> None:
         """Pushes the weights and runs the weight check. The first push is repeated, to measure the rounding noise of
         the check."""
-        self._push(server, weights)
+        self._push([server], weights)
         result = self._check(server)
         if self.bounds is None:
             self._refuse_check(server, why_rejected(result, None, most_of(self.dtype, self.settings.precision), 0.0))
             self._next_version()
-            self._push(server, weights)
+            self._push([server], weights)
             second = self._check(server)
             self.bounds = calibrated(result, second, self.dtype, self.settings.precision)
             self._noise = repeat_noise(result, second, self.settings.precision)
@@ -196,6 +272,10 @@ class WeightSync:
         if not self._truncation_checked:
             self._refuse_other_truncation(server)
             self._truncation_checked = True
+        self._accept_check(server, result)
+
+    def _accept_check(self, server: Server, result: CheckResult) -> None:
+        assert self.bounds is not None
         before = self.checked.get(server.client.address)
         self._refuse_check(server, why_rejected(result, before, self.bounds, self._noise))
         self.checked[server.client.address] = result
@@ -205,46 +285,57 @@ class WeightSync:
         self.pushes += 1
         self.fleet.version = f"{self._run}-{self.pushes}"
 
-    def _push(self, server: Server, weights: Weights) -> None:
-        server_adapter, client, version = self.server_adapter, server.client, self.fleet.version
-        server.up = False
-        with self._prepare(server, weights) as push:
-            if server.asleep:
-                with self._timed("wake"):
-                    server_adapter.wake(client, "weights")
-            with self._timed("pause"):
-                server_adapter.pause(client)
+    def _push(self, servers: Sequence[Server], weights: WeightSource) -> None:
+        """Pushes the weights to servers, several of them only by one broadcast."""
+        server_adapter, version = self.server_adapter, self.fleet.version
+        for server in servers:
+            server.up = False
+        with self._prepare(servers, weights) as push:
+            for server in servers:
+                if server.asleep:
+                    with self._timed("wake"):
+                        server_adapter.wake(server.client, "weights")
+                with self._timed("pause"):
+                    server_adapter.pause(server.client)
             with self._timed("push"):
                 push()
-            if server.asleep:
-                with self._timed("wake"):
-                    server_adapter.wake(client, "cache")
-                server.asleep = False
-            with self._timed("flush"):
-                server_adapter.flush(client, self.manager.needs.images)
+            for server in servers:
+                if server.asleep:
+                    with self._timed("wake"):
+                        server_adapter.wake(server.client, "cache")
+                    server.asleep = False
+                with self._timed("flush"):
+                    server_adapter.flush(server.client, self.manager.needs.images)
+                with self._timed("version"):
+                    server_adapter.end(server.client, version)
+                with self._timed("resume"):
+                    server_adapter.resume(server.client)
+        for server in servers:
             with self._timed("version"):
-                server_adapter.end(client, version)
-            with self._timed("resume"):
-                server_adapter.resume(client)
-        with self._timed("version"):
-            reported = server_adapter.version(client)
-        if reported != version:
-            raise ServerFailed(
-                f"{client.address}: weights of version {version} were pushed, but the server reports version {reported}"
-            )
+                reported = server_adapter.version(server.client)
+            if reported != version:
+                raise ServerFailed(
+                    f"{server.client.address}: weights of version {version} were pushed, but the server reports "
+                    f"version {reported}"
+                )
 
     @contextmanager
-    def _prepare(self, server: Server, weights: Weights) -> Iterator[Callable[[], None]]:
-        """Prepares a push and yields the function that pushes while the server is paused."""
+    def _prepare(self, servers: Sequence[Server], weights: WeightSource) -> Iterator[Callable[[], None]]:
+        """Prepares a push and yields the function that pushes while the servers are paused."""
         if self.by_collective:
             with self._timed("prepare"):
-                link = self._link(server)
-            yield partial(link.give, weights, self.dtype)
+                link = self._link(servers)
+            yield partial(self._broadcast, link, weights)
             return
+        (server,) = servers
         with self._folder() as folder:
             with self._timed("prepare"):
                 push = self._prepare_files(folder, server, weights)
             yield push
+
+    def _broadcast(self, link: WeightLink, weights: WeightSource) -> None:
+        link.give(weights, self.dtype)
+        self.sent_bytes += link.sent_bytes
 
     @contextmanager
     def _folder(self) -> Iterator[Path]:
@@ -259,20 +350,22 @@ class WeightSync:
             with self._timed("remove"):
                 stack.close()
 
-    def _prepare_files(self, folder: Path, server: Server, weights: Weights) -> Callable[[], None]:
+    def _prepare_files(self, folder: Path, server: Server, weights: WeightSource) -> Callable[[], None]:
         """Prepares a push by files or shared memory. LoRA adapters are always sent by files."""
         if self.adapter is not None:
             write_adapter(folder, self.policy.model)
             return partial(self.server_adapter.load_adapter, server.client, self.adapter, folder)
+        tensors = list(weights)
+        self.sent_bytes += sum(tensor.numel() for _, tensor in tensors) * self.dtype.itemsize
         if self.by_memory:
             try:
-                placed = self._memory.placed(weights, self.dtype, folder)
+                placed = self._memory.placed(tensors, self.dtype, folder)
                 return partial(self._push_memory, folder, server, weights, placed)
             except Unopened as error:
                 self._fall_back_to_files(str(error))
-        return partial(self.server_adapter.push, server.client, write_weights(folder, weights, self.dtype))
+        return partial(self.server_adapter.push, server.client, write_weights(folder, tensors, self.dtype))
 
-    def _push_memory(self, folder: Path, server: Server, weights: Weights, placed: Placed) -> None:
+    def _push_memory(self, folder: Path, server: Server, weights: WeightSource, placed: Placed) -> None:
         unopened = self.server_adapter.take(server.client, placed)
         if unopened is not None:
             self._fall_back_to_files(f"the server cannot map the run's memory: {unopened}")
@@ -298,27 +391,32 @@ class WeightSync:
 
     # -- process groups for the broadcast
 
-    def _link(self, server: Server) -> WeightLink:
-        """Returns the process group with the server's workers; creates the group on first use."""
-        link = self._links.get(server.client.address)
+    def _link(self, servers: Sequence[Server]) -> WeightLink:
+        """Returns the process group with the workers of these servers; creates the group on first use. A worker is in
+        one group at a time."""
+        key = tuple(server.client.address for server in servers)
+        link = self._links.get(key)
         if link is None:
+            self._unlink(servers, notify=True)
             index, limit = self.world.local_rank, self.settings.server.request_timeout
-            link = WeightLink(self.server_adapter, server.client, self.device, index, limit, self.world.progress)
-            self._links[server.client.address] = link
+            clients = [server.client for server in servers]
+            link = WeightLink(self.server_adapter, clients, self.device, index, limit, self.world.progress)
+            self._links[key] = link
             link.join()
         return link
 
-    def _unlink(self, server: Server) -> None:
-        link = self._links.pop(server.client.address, None)
-        if link is not None:
-            link.close(notify=False)
+    def _unlink(self, servers: Sequence[Server], *, notify: bool = False) -> None:
+        """Closes every group that has one of these servers. With `notify`, first asks the servers to leave it."""
+        addresses = {server.client.address for server in servers}
+        for key in [key for key in self._links if addresses & set(key)]:
+            self._links.pop(key).close(notify=notify)
 
     def close(self) -> None:
-        for server in self.fleet.servers:
-            link = self._links.pop(server.client.address, None)
-            if link is not None:
-                # A server that lockstep started is not asked to leave the group, because it is killed next.
-                link.close(notify=server.process is None)
+        # A server that lockstep started is not asked to leave the group, because it is killed next.
+        started = any(server.process is not None for server in self.fleet.servers)
+        for link in self._links.values():
+            link.close(notify=not started)
+        self._links.clear()
 
     def _push_refusal(self, server: Server, error: ServerFailed) -> Refusal:
         # A server that fails at the first push would fail again, so the error is final. A failure after the first push
@@ -345,7 +443,17 @@ class WeightSync:
                     f"{answer.version}"
                 )
         with self._timed("score"):
-            return checked(self.policy, self.device.torch_device(self.world.local_rank), requests, answers)
+            message = ScoreAnswers(requests, answers)
+            self._lead(message)
+            return self._scored(message)
+
+    def _scored(self, message: ScoreAnswers) -> CheckResult:
+        device = self.device.torch_device(self.world.local_rank)
+        try:
+            return checked(self.policy, device, message.requests, message.answers)
+        finally:
+            if self.streams:
+                reshard(self.policy)
 
     async def _sampled(self, server: Server, requests: Sequence[WantedSample]) -> list[Answer]:
         return list(await asyncio.gather(*(self.fleet.sample(server, wanted) for wanted in requests)))

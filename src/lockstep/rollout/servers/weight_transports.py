@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,10 +27,10 @@ from lockstep.model.adapters.peft_folder import save_adapter
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.servers.adapter import Announced, GroupMeeting, Placed, PushedWeights, ServerAdapter, ServerFailed
-from lockstep.rollout.servers.plugin.lockstep_group import RUN, bit_sum, joined, left
+from lockstep.rollout.servers.plugin.lockstep_group import RUN, bit_sum, flat_bucket, joined, left
 from lockstep.rollout.servers.plugin.lockstep_shared import TensorPlace, device_place, host_places
 from lockstep.rollout.servers.server_client import ServerClient
-from lockstep.rollout.servers.weight_check import fingerprint
+from lockstep.rollout.servers.weight_source import WeightSource, bucket_counts
 from lockstep.run.tensor_file import write_model
 
 # Transport by files: the run writes safetensors files to /dev/shm or a shared folder, one tensor at a time.
@@ -111,10 +112,10 @@ def _remove_stale(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-# Transport by broadcast: the run and all workers of one server form a process group.
+# Transport by broadcast: the run and all workers of the servers form a process group.
 #
-# The HTTP request and the run's broadcast run on separate threads, because a broadcast cannot be interrupted. The run
-# stops waiting when one of the two threads fails or exceeds the time limit.
+# The HTTP requests and the run's broadcast run on separate threads, because a broadcast cannot be interrupted. The run
+# stops waiting when one of the threads fails or exceeds the time limit.
 
 KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
@@ -125,40 +126,56 @@ MEETING_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 _MARGIN_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
+# A thread of the backend may still read the buffer of a broadcast that has failed, and ends the process if the memory
+# is gone. So these buffers are never freed.
+_FAILED_BUFFERS: list[torch.Tensor] = []
 
 Weights = Sequence[tuple[str, torch.Tensor]]
 
 
 class WeightLink:
-    """The process group of the run and the workers of one server. A link that has failed cannot be reused: call `close`
-    and create a new link."""
+    """The process group of the run and the workers of one or several servers. A link that has failed cannot be reused:
+    call `close` and create a new link."""
 
     def __init__(
         self,
         server_adapter: ServerAdapter,
-        client: ServerClient,
+        clients: Sequence[ServerClient],
         device: Device,
         index: int,
         request_timeout: float,
         progress: Callable[[str], None],
     ):
-        self.server_adapter, self.client, self.device, self.index = server_adapter, client, device, index
+        self.server_adapter, self.clients, self.device, self.index = server_adapter, list(clients), device, index
         self._limit, self._progress = request_timeout, progress
         seconds = min(request_timeout, MEETING_SECONDS)
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.meeting = GroupMeeting(
-            own_address(client.address),
-            int(self._store.port),
-            f"lockstep-weights-{secrets.token_hex(8)}",
-            device.collective,
-            1 + server_adapter.workers(client),
-            seconds,
-        )
+        workers = [server_adapter.workers(client) for client in clients]
+        name = f"lockstep-weights-{secrets.token_hex(8)}"
+        self.meetings = [
+            GroupMeeting(
+                own_address(client.address),
+                int(self._store.port),
+                name,
+                device.collective,
+                1 + sum(workers),
+                seconds,
+                1 + sum(workers[:number]),
+            )
+            for number, client in enumerate(clients)
+        ]
+        self.sent_bytes = 0
+        """Bytes of the last push, as broadcast once to all servers of the group."""
         self._group: dist.ProcessGroup | None = None
+        self._run_side: Future[Any] | None = None
+
+    @property
+    def addresses(self) -> str:
+        return ", ".join(client.address for client in self.clients)
 
     def join(self) -> None:
-        """Creates the process group with all workers of the server."""
-        meeting = self.meeting
+        """Creates the process group with all workers of the servers."""
+        meeting = self.meetings[0]
         # The timeout of the process group is longer than our own time limit, because backends react differently to a
         # timeout.
         limit = 2 * meeting.seconds + _MARGIN_SECONDS
@@ -167,72 +184,151 @@ class WeightLink:
             self.device.use(self.index)
             return joined(meeting.backend, self._store, meeting.name, RUN, meeting.size, limit)
 
-        self._group = self._run_both(
-            lambda: self.server_adapter.join(self.client, meeting),
+        self._group = self._run_all(
+            [partial(self.server_adapter.join, client, one) for client, one in self._meetings()],
             ours,
             f"the {meeting.size - 1} workers of the server",
             meeting.seconds,
         )
 
-    def give(self, weights: Weights, dtype: torch.dtype) -> None:
-        """Broadcasts all weights, bucket by bucket. The run copies only one tensor at a time."""
-        self.server_adapter.begin(self.client)
-        for bucket in _buckets(weights, dtype, self.server_adapter.bucket_bytes):
-            announced = Announced(
-                [name for name, _ in bucket],
-                [list(tensor.shape) for _, tensor in bucket],
-                [int(bit_sum(tensor.detach().to(dtype))) for _, tensor in bucket],
-                str(dtype).removeprefix("torch."),
-            )
-            self._run_both(
-                lambda tensors=announced: self.server_adapter.receive(self.client, self.meeting.name, tensors),  # type: ignore[misc]
-                lambda sent=bucket: self._send(sent, dtype),  # type: ignore[misc]
-                "the server's side of the broadcast",
-                self._limit,
-            )
-        self.server_adapter.finish(self.client)
+    def _meetings(self) -> Iterator[tuple[ServerClient, GroupMeeting]]:
+        return zip(self.clients, self.meetings, strict=True)
+
+    def give(self, weights: WeightSource, dtype: torch.dtype) -> None:
+        """Broadcasts all weights, bucket by bucket. While a bucket is sent, the next one is gathered."""
+        self.sent_bytes = 0
+        for client in self.clients:
+            self.server_adapter.begin(client)
+        names, shapes = list(weights.shapes), [list(shape) for shape in weights.shapes.values()]
+        sizes = [shape.numel() * dtype.itemsize for shape in weights.shapes.values()]
+        counts = bucket_counts(sizes, self.server_adapter.bucket_bytes)
+        told = str(dtype).removeprefix("torch.")
+        buckets = _Buckets(weights, counts)
+        try:
+            if self.server_adapter.receives_all:
+                self._send_to_all(Announced(names, shapes, told, counts), lambda: self._send_flat(buckets, dtype))
+            else:
+                self._give_calls(buckets, dtype)
+        except BaseException:
+            self._finish_gathering(weights, buckets)
+            raise
+        for client in self.clients:
+            self.server_adapter.finish(client)
+
+    def _give_calls(self, buckets: _Buckets, dtype: torch.dtype) -> None:
+        """Broadcasts each bucket with a call of its own."""
+        bucket = buckets.take()
+        while bucket:
+            gathering = _start_thread(buckets.take)
+            names, shapes = [name for name, _ in bucket], [list(tensor.shape) for _, tensor in bucket]
+            try:
+                self._send_to_all(
+                    Announced(names, shapes, str(dtype).removeprefix("torch."), [len(bucket)]),
+                    partial(self._send, bucket, dtype),
+                )
+            finally:
+                following = gathering.result()
+            bucket = following
+
+    def _send_to_all(self, announced: Announced, ours: Callable[[], None]) -> None:
+        name = self.meetings[0].name
+        theirs = [partial(self.server_adapter.receive, client, name, announced) for client in self.clients]
+        self._run_all(theirs, ours, "the server's side of the broadcast", self._limit)
+
+    def _send_flat(self, buckets: _Buckets, dtype: torch.dtype) -> None:
+        """Broadcasts each bucket as one buffer."""
+        assert self._group is not None
+        self.device.use(self.index)
+        sending: tuple[torch.Tensor, Any] | None = None
+        while bucket := buckets.take():
+            buffer = flat_bucket([tensor for _, tensor in bucket], dtype)
+            del bucket
+            self._wait_for(sending)
+            sending = buffer, self._group.broadcast(buffer, RUN)
+            self.sent_bytes += buffer.nbytes
+        self._wait_for(sending)
+
+    def _wait_for(self, sending: tuple[torch.Tensor, Any] | None) -> None:
+        if sending is not None:
+            try:
+                sending[1].wait()
+            except RuntimeError:
+                _FAILED_BUFFERS.append(sending[0])
+                raise
+            # `wait` may return before the buffer is sent, and its memory must not be reused before.
+            self.device.synchronise()
 
     def _send(self, weights: Weights, dtype: torch.dtype) -> None:
         assert self._group is not None
         self.device.use(self.index)
         for _, tensor in weights:
             sent = tensor.detach().to(dtype).contiguous()
-            self._group.broadcast(sent, RUN).wait()
-            # `wait` may return before the tensor is sent, and the memory of `sent` must not be reused before the tensor
-            # is sent.
-            self.device.synchronise()
+            self._wait_for((sent, self._group.broadcast(sent, RUN)))
+            self.sent_bytes += sent.nbytes
 
-    def _run_both(self, theirs: Callable[[], None], ours: Callable[[], Any], server_name: str, limit: float) -> Any:
-        """Runs the HTTP request to the server (`theirs`) and the run's part of the collective (`ours`) concurrently;
+    def _finish_gathering(self, weights: WeightSource, buckets: _Buckets) -> None:
+        """Takes part in the remaining gathers after an error, because the other ranks wait in them."""
+        if weights.gathers:
+            self.close(notify=False)  # ends a broadcast that waits for a server
+            if self._run_side is not None and wait((self._run_side,), timeout=_MARGIN_SECONDS).not_done:
+                # The other ranks cannot be told, because they wait in a gather. They end with this rank.
+                raise RuntimeError(f"{self.addresses}: a broadcast of weights cannot be ended")
+            buckets.take_rest()
+
+    def _run_all(
+        self, theirs: Sequence[Callable[[], None]], ours: Callable[[], Any], server_name: str, limit: float
+    ) -> Any:
+        """Runs the HTTP request to each server (`theirs`) and the run's part of the collective (`ours`) concurrently;
         returns the result of `ours`."""
-        server_side, run_side = _start_thread(theirs), _start_thread(ours)
+        server_sides, run_side = [_start_thread(one) for one in theirs], _start_thread(ours)
+        self._run_side = run_side
         deadline = time.monotonic() + limit + _GRACE_SECONDS
         while True:
-            finished, missing = wait((server_side, run_side), timeout=_LOOK_SECONDS, return_when=FIRST_EXCEPTION)
-            if server_side in finished:
-                server_side.result()
+            finished, missing = wait((*server_sides, run_side), timeout=_LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+            for one in server_sides:
+                if one in finished:
+                    one.result()
+            backend = self.meetings[0].backend
             if run_side in finished and (error := run_side.exception()) is not None:
-                if server_side in missing and wait((server_side,), timeout=_GRACE_SECONDS).done:
-                    server_side.result()
+                late = [one for one in server_sides if one in missing]
+                for one in wait(late, timeout=_GRACE_SECONDS, return_when=FIRST_EXCEPTION).done:
+                    one.result()
                 raise ServerFailed(
-                    f"{self.client.address}: the weights were not transferred by {self.meeting.backend}: {error}",
-                    lost=True,
+                    f"{self.addresses}: the weights were not transferred by {backend}: {error}", lost=True
                 )
             if not missing:
                 return run_side.result()
             if time.monotonic() > deadline:
-                late = server_name if server_side in missing else f"the run's side of {self.meeting.backend}"
-                raise ServerFailed(f"{self.client.address}: {late} did not complete within {limit:g} s", lost=True)
-            self._progress(f"{self.meeting.backend} with {self.client.address}")
+                late_sides = [client for client, one in zip(self.clients, server_sides, strict=True) if one in missing]
+                where = ", ".join(client.address for client in late_sides) or self.addresses
+                name = server_name if late_sides else f"the run's side of {backend}"
+                raise ServerFailed(f"{where}: {name} did not complete within {limit:g} s", lost=True)
+            self._progress(f"{backend} with {self.addresses}")
 
     def close(self, *, notify: bool = True) -> None:
-        """Destroys the group. With `notify`, first asks the server to leave the group."""
+        """Destroys the group. With `notify`, first asks the servers to leave the group."""
         if notify and self._group is not None:
-            with suppress(ServerFailed):
-                self.server_adapter.leave(self.client, self.meeting.name)
+            for client, meeting in self._meetings():
+                with suppress(ServerFailed):
+                    self.server_adapter.leave(client, meeting.name)
         if self._group is not None:
             left(self._group)
         self._group = None
+
+
+class _Buckets:
+    """The weights as buckets with the given numbers of tensors. Threads may take buckets one after the other."""
+
+    def __init__(self, weights: WeightSource, counts: Sequence[int]):
+        self._tensors, self._counts = iter(weights), iter(counts)
+
+    def take(self) -> Weights:
+        """Returns the next bucket, or an empty one at the end. A sharded model is gathered meanwhile."""
+        return [next(self._tensors) for _ in range(next(self._counts, 0))]
+
+    def take_rest(self) -> None:
+        for _ in self._tensors:
+            pass
 
 
 def _start_thread(work: Callable[[], Any]) -> Future[Any]:
@@ -247,22 +343,6 @@ def _start_thread(work: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=run, daemon=True, name="weights").start()
     return future
-
-
-def _buckets(weights: Weights, dtype: torch.dtype, max_bytes: int | None) -> Iterator[Weights]:
-    """Divides the weights into buckets of at most `max_bytes`. A tensor larger than `max_bytes` is a bucket by itself.
-    If `max_bytes` is None, there is one bucket."""
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        tensor_bytes = tensor.numel() * dtype.itemsize
-        if bucket and max_bytes is not None and size + tensor_bytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor_bytes
-    if bucket:
-        yield bucket
 
 
 def own_address(server: str) -> str:
@@ -333,7 +413,7 @@ class SharedMemory:
             if why := _why_not_shared(tensor, dtype):
                 raise Unopened(f"{name} {why}")
         tensors = [tensor for _, tensor in weights]
-        sums = list(fingerprint(weights))
+        sums = [int(bit_sum(tensor)) for tensor in tensors]
         if all(tensor.device.type == "cpu" for tensor in tensors):
             places = host_places(folder / "weights.bin", tensors, dtype)
         elif self.device.shares_memory:

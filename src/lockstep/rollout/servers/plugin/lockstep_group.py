@@ -61,8 +61,16 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
+def flat_bucket(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Returns the bytes of a bucket, which is broadcast at once: the checksum of each tensor, and then all tensors."""
+    converted = [tensor.detach().to(dtype).contiguous() for tensor in tensors]
+    sums = torch.stack([bit_sum(tensor) for tensor in converted])
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in (sums, *converted)])
+
+
 class Arriving(Iterator[tuple[str, torch.Tensor]]):
-    """Receives the tensors that the run has announced one by one, and compares each tensor with its checksum.
+    """Receives the tensors that the run has announced, bucket by bucket, and compares each tensor with its checksum.
+    While a bucket is loaded, the next one arrives. `counts` is the number of tensors of each bucket.
 
     After an error, call `take_rest` to receive the remaining tensors; otherwise the other ranks hang.
     """
@@ -72,24 +80,51 @@ class Arriving(Iterator[tuple[str, torch.Tensor]]):
         group: dist.ProcessGroup,
         names: Sequence[str],
         shapes: Sequence[Sequence[int]],
-        sums: Sequence[int],
+        counts: Sequence[int],
         dtype: str,
         device: torch.device,
     ):
-        if not len(names) == len(shapes) == len(sums) == len(set(names)):
-            raise ValueError("the announcement needs distinct names, each with a shape and a checksum")
+        if not len(names) == len(shapes) == sum(counts) == len(set(names)):
+            raise ValueError("the announcement needs distinct names, each with a shape and a bucket")
         self._group, self._dtype, self._device = group, getattr(torch, dtype), device
-        self._left = iter(list(zip(names, shapes, sums, strict=True)))
+        entries = iter(zip(names, map(torch.Size, shapes), strict=True))
+        self._buckets = iter([[next(entries) for _ in range(count)] for count in counts])
         self.spoiled: list[str] = []
         """Names of tensors with a wrong checksum."""
+        self._ready: list[tuple[str, torch.Tensor]] = []
+        self._next = self._receive()
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        name, shape, announced = next(self._left)
-        tensor = torch.empty(list(shape), dtype=self._dtype, device=self._device)
-        self._group.broadcast(tensor, RUN).wait()
-        if int(bit_sum(tensor)) != announced:
-            self.spoiled.append(name)
-        return name, tensor
+        if not self._ready:
+            if self._next is None:
+                raise StopIteration
+            entries, buffer, work = self._next
+            work.wait()
+            self._next = self._receive()
+            self._ready = list(reversed(self._unpacked(entries, buffer)))
+        return self._ready.pop()
+
+    def _receive(self) -> tuple[list[tuple[str, torch.Size]], torch.Tensor, Any] | None:
+        """Starts to receive the next bucket, if there is one."""
+        entries = next(self._buckets, None)
+        if entries is None:
+            return None
+        size = sum(8 + shape.numel() * self._dtype.itemsize for _, shape in entries)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return entries, buffer, self._group.broadcast(buffer, RUN)
+
+    def _unpacked(
+        self, entries: Sequence[tuple[str, torch.Size]], buffer: torch.Tensor
+    ) -> list[tuple[str, torch.Tensor]]:
+        sizes = [shape.numel() * self._dtype.itemsize for _, shape in entries]
+        sums, *parts = buffer.split([8 * len(entries), *sizes])
+        made = []
+        for (name, shape), part, announced in zip(entries, parts, sums.view(torch.int64).tolist(), strict=True):
+            tensor = part.view(self._dtype).view(shape)
+            if int(bit_sum(tensor)) != announced:
+                self.spoiled.append(name)
+            made.append((name, tensor))
+        return made
 
     def take_rest(self) -> list[str]:
         """Receives the remaining tensors; returns their names."""

@@ -103,9 +103,10 @@ class WeightExtension:
 
     @_returns_errors
     def lockstep_join(
-        self, address: str, port: int, name: str, backend: str, size: int, seconds: float
+        self, address: str, port: int, name: str, backend: str, size: int, seconds: float, first: int
     ) -> dict[str, Any]:
-        """Joins the process group with the run (rank 0) and the other workers."""
+        """Joins the process group with the run (rank 0) and the workers of all servers. `first` is the rank of this
+        server's first worker."""
         copies = self.vllm_config.parallel_config.data_parallel_size  # type: ignore[attr-defined]
         if copies != 1:
             # Workers of different data-parallel copies have the same ranks, and the process group has ranks for only
@@ -114,19 +115,19 @@ class WeightExtension:
                 f"the server has {copies} copies of the weights (data parallelism): set rollout.weight_sync=files"
             )
         _leave(self)
-        self._lockstep_group = name, *met(address, port, name, backend, self.rank + 1, size, seconds)  # type: ignore[attr-defined]
-        return {"rank": self.rank + 1}  # type: ignore[attr-defined]
+        self._lockstep_group = name, *met(address, port, name, backend, self.rank + first, size, seconds)  # type: ignore[attr-defined]
+        return {"rank": self.rank + first}  # type: ignore[attr-defined]
 
     @_returns_errors
     def lockstep_receive(
-        self, group: str, names: list[str], shapes: list[list[int]], sums: list[int], dtype: str
+        self, group: str, names: list[str], shapes: list[list[int]], counts: list[int], dtype: str
     ) -> dict[str, Any]:
         """Receives all weights of the model from the process group, in the order of `names`, which are names of the
-        checkpoint."""
+        checkpoint. `counts` is the number of tensors of each bucket."""
         name, joined, _ = getattr(self, "_lockstep_group", (None, None, None))
         if name != group:
             return {"error": f"the worker is not in group {group}: it was restarted", "lost": True}
-        arriving = Arriving(joined, names, shapes, sums, dtype, self.device)  # type: ignore[attr-defined]
+        arriving = Arriving(joined, names, shapes, counts, dtype, self.device)  # type: ignore[attr-defined]
         try:
             _load(self, arriving)
         finally:
