@@ -231,6 +231,13 @@ def test_a_changed_image_or_processor_gives_no_stale_row(folder: Path, tmp_path:
     assert (same.images[0].tokens, smaller.images[0].tokens) == (4, 1)
 
 
+def test_images_need_a_recent_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processors.image_processor.cache_clear()
+    monkeypatch.setattr(processors, "version", lambda package: "5.17.0")
+    with refuses("model.vision", "missing-package", "5.17.0", remedy="transformers>=5.20"):
+        processors.image_processor(str(folder))
+
+
 def test_images_need_model_vision(folder: Path, tmp_path: Path) -> None:
     data = Data(train=str(written(tmp_path, [FORMATS["verl"]])))
     request = RowRequest(Dataset, SupervisedRows, data.train, data, load_tokenizer(str(folder)), 200)

@@ -370,6 +370,17 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
         server.server_close()
 
 
+def test_the_error_of_a_client_that_cannot_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example a package that the HTTP client imports is missing."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'truststore'")
+
+    monkeypatch.setattr("lockstep.rollout.servers.server_client.HttpClient", fails)
+    with pytest.raises(ModuleNotFoundError, match="truststore"):
+        ClientThread()
+
+
 def test_a_server_that_is_not_there_is_lost() -> None:
     lines = ClientThread()
     try:

@@ -282,7 +282,7 @@ class Generator:
 
     @property
     def _streams_weights(self) -> bool:
-        return self.served and self.engine.streams_weights  # type: ignore[attr-defined, no-any-return]
+        return self.served and self.engine.streams_weights  # type: ignore[attr-defined]
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Returns the weights for `Engine.sync`: shards if the engine gathers them, else full tensors."""

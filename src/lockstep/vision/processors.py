@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from lockstep.vision.families import Family, ImageGrid, family_of
 from lockstep.vision.images import pillow, read_image
 from lockstep.vision.spans import ImageRef, ImageSpan
 
+# Older versions of transformers load image processors only with torchvision, and their VLMs compute positions in a way
+# that the built-in engine does not support.
+OLDEST_TRANSFORMERS = (5, 20)
 # Bytes of pixels that a process keeps, so that a later epoch does not process its images again.
 KEPT_BYTES = 2 * 2**30
 
@@ -30,6 +34,15 @@ def image_processor(folder: str) -> Any:
     pillow()
     from transformers import AutoImageProcessor
 
+    installed = version("transformers")
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+        raise Refusal.at(
+            "model.vision",
+            f"transformers {installed} is installed, and images need at least {oldest}",
+            f'run pip install "transformers>={oldest},<6"',
+            code="missing-package",
+        )
     try:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, TypeError, ImportError) as error:

@@ -236,6 +236,8 @@ class ClientThread:
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._over: asyncio.Event | None = None
+        self._error: Exception | None = None
+        """The error that ended the thread before it could send requests."""
         self._client: HttpClient
         self.health: dict[str, HealthCheck] = {}
         """The health check of each server, keyed by the server's address."""
@@ -243,6 +245,8 @@ class ClientThread:
         self._thread = threading.Thread(target=self._serve, name="rollout-server", daemon=True)
         self._thread.start()
         self._ready.wait()
+        if self._error is not None:
+            raise self._error
         self.authorize(os.environ.get(KEY_VARIABLE))
 
     def authorize(self, key: str | None) -> None:
@@ -321,6 +325,10 @@ class ClientThread:
     def _serve(self) -> None:
         try:
             self._loop.run_until_complete(self._until_over())
+        except Exception as error:
+            if self._ready.is_set():
+                raise
+            self._error = error
         finally:
             self._ready.set()
             self._loop.close()

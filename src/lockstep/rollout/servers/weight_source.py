@@ -24,7 +24,7 @@ def file_names(policy: Policy) -> SavedNames | None:
     """Returns the names of the weights in the model's files, or None if the names of the parameters can be used. Names
     change only if a parameter is made of several tensors: engines know the other names that transformers changes."""
     shapes = {name: parameter.shape for name, parameter in policy.stored.named_parameters()}
-    names = saved_names(policy.stored, shapes)  # type: ignore[arg-type]
+    names = saved_names(policy.stored, shapes)
     return None if names is None or len(names.shapes) == len(shapes) else names
 
 
