@@ -155,7 +155,8 @@ def test_masters_and_shards() -> None:
     plan = memory(2, method="ppo", model__dtype="bf16")
     backward = phase(plan, "forward and backward")
     # Policy, reference and critic in bf16 over two devices; two of them with fp32 moments and masters.
-    assert backward.weights == 3 * 2 * PARAMETERS // 2
+    # Beside them the gathered weights: embedding, head and last norm, and one layer with the buffer it arrives in.
+    assert backward.weights == 3 * 2 * PARAMETERS // 2 + 2 * (2 * 100 * 64 + 64 + 2 * LAYER)
     assert backward.optimizer == 2 * 12 * PARAMETERS // 2
     # Each rank generates with the whole policy.
     assert phase(plan, "generation").weights == 2 * PARAMETERS + 2 * 2 * PARAMETERS // 2

@@ -439,7 +439,7 @@ def _with_online_parts(
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state // shards)
         for phase in plan.phases
     )
-    standing = phases[-1]
+    (standing,) = (phase for phase in phases if phase.name == STEP)
     kept = engine.kept(recipe, cache)
     kept += engine.view if kept else 0
     phases = tuple(
