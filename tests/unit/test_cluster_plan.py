@@ -458,7 +458,10 @@ def test_where_no_keys_help_more_nodes_do_or_nothing(monkeypatch: pytest.MonkeyP
     # Each doubling searches all keys again.
     monkeypatch.setattr(cluster_plan, "MOST_TIMES", 4)
     recipe = recipe_of(method="sft", batch__rows_per_update=8, batch__tokens=50, model__gradient_checkpointing=True)
-    outlook, cluster = Outlook.of(recipe, CONFIG, EqualRows(8, 50)), TargetCluster(1, 1, replace(ROUND, memory=1_000_000))
+    outlook, cluster = (
+        Outlook.of(recipe, CONFIG, EqualRows(8, 50)),
+        TargetCluster(1, 1, replace(ROUND, memory=1_000_000)),
+    )
     assert outlook.over(cluster)
     found = fitting(outlook, cluster)
     assert found is not None
