@@ -1,14 +1,15 @@
 """Step times of SFT and GRPO on rows with images, beside TRL's trainers, in one run.
 
     python bench/vision.py                                       # a tiny Qwen2.5-VL, as a check on a CPU
-    python bench/vision.py --shape qwen2.5-vl-3b --dtype bf16 --rows 32 --prompts 16 --n 8 --side 448 \
+    python bench/vision.py --shape qwen2.5-vl-3b --dtype bf16 --no-masters --rows 32 --prompts 16 --n 8 --side 448 \
         --max-tokens 256 --tokens 16384 --out result.json
 
 The images are noise of `--side` pixels, each with another question. Both sides have the same random weights, rows,
 images, reward, loss, optimizer and number of tokens per micro-batch, and train all weights with the tower. The first
 update of each side is compared first: TRL trains on the same rows (SFT) or the same responses (GRPO), and loss and
 gradient norm must agree. Then the sides take turns: A B A B. TRL pads rows, because it refuses packing with images, and
-processes the images of each batch again; this is in its time. lockstep reads and encodes its rows before the run.
+processes the images of each batch again; this is in its time. lockstep reads and encodes its rows before the run. Both
+models with their optimizers are on the device at once, so the 3B shape needs `--no-masters`.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ class Work:
 
     def __init__(self, folder: Path, args: argparse.Namespace, device: Device):
         self.device, self.args = device, args
-        self.model, self.dtype, self.masters = str(folder / "model"), args.dtype, args.dtype == "bf16"
+        self.model, self.dtype = str(folder / "model"), args.dtype
+        self.masters = args.dtype == "bf16" and not args.no_masters
         self.tokens, self.n, self.prompts, self.sequences = args.tokens, args.n, args.prompts, args.prompts * args.n
         self.optim = Optim(lr=1e-6, schedule="constant")
         write_model(folder / "model", args.shape, device.name, DTYPES[args.dtype])
@@ -431,6 +433,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="cpu, cuda, npu or auto")
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="size of the model, with random weights")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 keeps fp32 master weights")
+    parser.add_argument("--no-masters", action="store_true", help="bf16 weights alone, on every side")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--side", type=int, default=56, help="pixels of a side of an image")
     parser.add_argument("--rows", type=int, default=8, help="SFT: rows of one update")
