@@ -18,6 +18,7 @@ from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.start import run_recipe
 from runs import stored
@@ -114,7 +115,7 @@ def test_metrics_and_samples(recorded: Path) -> None:
 def test_a_replay_does_not_run_the_agent(recorded: Path) -> None:
     """A forced replay generates each turn of each row again, with the recorded noise."""
     tape = TapeFolder(recorded / "tape")
-    for one in rollouts_of(tape.read_table(tape.rollouts_file(1))):
+    for one in rollouts_of(tape.read_table(tape.rollouts_file(1)), TapeImages(tape.path)):
         assert one.trajectory is not None
         assert len(one.rows) == 3
         assert sum(one.loss_mask) == sum(turn.stop - turn.start for turn in one.trajectory.turns)

@@ -18,6 +18,7 @@ from lockstep.recipe import load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.start import run_recipe
 from lockstep.types import Rollout
@@ -50,7 +51,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def recorded(run: Path, step: int) -> list[Rollout]:
     tape = TapeFolder(run / "tape")
-    return rollouts_of(tape.read_table(tape.rollouts_file(step)))
+    return rollouts_of(tape.read_table(tape.rollouts_file(step)), TapeImages(tape.path))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.online import train_online
 from runs import samples, stored
@@ -141,7 +142,7 @@ def test_rewards_and_metrics(recorded: Path) -> None:
 def test_the_prompt_tokens_of_a_step_are_those_of_its_own_trajectories(recorded: Path) -> None:
     """Validation before the step is not counted: at most what is new in each conversation is computed."""
     tape = TapeFolder(recorded / "tape")
-    rollouts = rollouts_of(tape.read_table(tape.rollouts_file(2)))
+    rollouts = rollouts_of(tape.read_table(tape.rollouts_file(2)), TapeImages(tape.path))
     new = sum(len(one.prompt.ids) + list(one.loss_mask).count(0) for one in rollouts)
     assert 0 < dict(read_metrics(recorded / "metrics.jsonl"))[2]["rollout/prefill_tokens"] <= new
 
@@ -177,7 +178,8 @@ def test_samples_have_the_conversation(recorded: Path) -> None:
 def test_a_replay_uses_the_recorded_observations(recorded: Path, mode: Mode) -> None:
     """The game is not played again. A forced replay generates the turns of the model after the recorded observations,
     and they are the recorded turns."""
-    rollouts = rollouts_of(TapeFolder(recorded / "tape").read_table(TapeFolder(recorded / "tape").rollouts_file(1)))
+    tape = TapeFolder(recorded / "tape")
+    rollouts = rollouts_of(tape.read_table(tape.rollouts_file(1)), TapeImages(tape.path))
     for one in rollouts:
         assert one.trajectory is not None
         assert sum(one.loss_mask) == sum(turn.stop - turn.start for turn in one.trajectory.turns)
@@ -292,7 +294,7 @@ def test_trajectories_of_several_rows(method: str, tiny_folder: Path, tmp_path: 
     file.write_text(json.dumps(values), encoding="utf-8")
     done = train(file)
     tape = TapeFolder(done / "tape")
-    for one in rollouts_of(tape.read_table(tape.rollouts_file(1))):
+    for one in rollouts_of(tape.read_table(tape.rollouts_file(1)), TapeImages(tape.path)):
         assert one.trajectory is not None
         assert len(one.rows) == len(one.trajectory.turns) >= 2
         for turn in one.trajectory.turns:

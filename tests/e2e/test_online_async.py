@@ -27,6 +27,7 @@ from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.online_async import train_online_async
 from refusals import refuses
@@ -106,7 +107,7 @@ def test_staleness_stays_within_its_bound_and_is_recorded(online_file: Path, tmp
         assert "rollout_corr/weight_mean" not in metrics
         assert "timing_s/old_log_prob" not in metrics
         tape = TapeFolder(run / "tape")
-        told = rollouts_of(tape.read_table(tape.rollouts_file(step)))
+        told = rollouts_of(tape.read_table(tape.rollouts_file(step)), TapeImages(tape.path))
         assert [list(one.versions) for one in told] == [line["versions"] for line in stored if line["step"] == step]
     recipe = load_recipe(str(run / "recipe.yaml"))
     for mode in ("forced", "free"):

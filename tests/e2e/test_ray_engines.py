@@ -112,7 +112,7 @@ def test_engines_on_another_node_generate_the_same_and_a_lost_actor_is_restarted
             # Every engine has an address of its own, and refuses a request without the key of the run.
             address = f"http://{words[words.index('--host') + 1]}:{words[words.index('--port') + 1]}"
             with pytest.raises(urllib.error.HTTPError, match="401"):
-                urllib.request.urlopen(f"{address}/model_info", timeout=60)
+                urllib.request.urlopen(f"{address}/model_info", timeout=HANG)
             # The key is no word of the command, and its file is gone as soon as the engine listens.
             assert not Path(words[words.index("--config") + 1]).exists()
         first = next(iter(found))

@@ -18,6 +18,7 @@ from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.online import train_online
 from refusals import refuses
@@ -113,7 +114,7 @@ def test_every_turn_has_the_experts_with_which_it_was_sampled(recipe: Path, tmp_
         assert one["routing/flips"] == 0
         assert one["training/rollout_probs_diff_max"] < 1e-4
     tape = TapeFolder(tmp_path / "runs" / "run" / "tape")
-    for rollout in rollouts_of(tape.read_table(tape.rollouts_file(1))):
+    for rollout in rollouts_of(tape.read_table(tape.rollouts_file(1)), TapeImages(tape.path)):
         assert rollout.routes is not None
         assert len(rollout.turn_tokens) > 1
         [sequence] = rollout.sequences

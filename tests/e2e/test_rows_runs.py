@@ -15,6 +15,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.start import train
 from lockstep.types import Rollout
@@ -78,7 +79,8 @@ def trained(folder: Path, model: Path, *more: str, **keys: Any) -> tuple[dict[in
     train(load_recipe(str(recipe), list(more)))
     done = folder / "runs" / "run"
     tape = TapeFolder(done / "tape")
-    return dict(read_metrics(done / "metrics.jsonl")), rollouts_of(tape.read_table(tape.rollouts_file(1)))
+    rollouts = rollouts_of(tape.read_table(tape.rollouts_file(1)), TapeImages(tape.path))
+    return dict(read_metrics(done / "metrics.jsonl")), rollouts
 
 
 def check(steps: dict[int, dict[str, float]], rollouts: list[Rollout], *, stale: bool = False) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import subprocess
+import sys
 import webbrowser
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -142,15 +143,14 @@ def test_an_installed_package_has_its_own_pages(tmp_path: Path, monkeypatch: pyt
     assert run("only") == "# Only\n"
 
 
-def test_a_build_stores_every_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_stores_every_page(tmp_path: Path) -> None:
     """setup.py copies the pages into the wheel."""
-    import setuptools
-
-    monkeypatch.setattr(setuptools, "setup", lambda **settings: None)
-    code = compile((ROOT / "setup.py").read_text(encoding="utf-8"), str(ROOT / "setup.py"), "exec")
-    module = SimpleNamespace(__file__=str(ROOT / "setup.py"), __name__="setup")
-    exec(code, module.__dict__)
-    module.store_pages(tmp_path / "docs")
+    # In a process of its own: setuptools must be imported before distutils, which some package may have imported here.
+    code = (
+        "import runpy, setuptools, sys; from pathlib import Path; setuptools.setup = lambda **settings: None; "
+        "runpy.run_path(sys.argv[1])['store_pages'](Path(sys.argv[2]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(ROOT / "setup.py"), str(tmp_path / "docs")], check=True)
     stored = {path.name for path in (tmp_path / "docs").iterdir()}
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= stored
     assert "trajectory.svg" in stored

@@ -389,6 +389,7 @@ def test_a_config_cannot_ask_for_a_kernel_of_the_hub(tiny_folder: Path, tmp_path
 TRUSTED = {
     "parallel/world.py": "pickle.loads",
     "reward/function_worker.py": "pickle.loads",
+    "rollout/worker/prompt_exchange.py": "pickle.loads",
     "environments/host_worker.py": "pickle.loads",
     "environments/grading.py": "exec",
     "reward/verl_code.py": "exec",

@@ -269,7 +269,7 @@ def test_a_missing_package_is_reported_with_its_extra(package: str) -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert f"package {package}" in told
-    assert '.[serve]"' in told
+    assert '[serve]"' in told
 
 
 def closing_time(work: Callable[[int], socket.socket]) -> float:

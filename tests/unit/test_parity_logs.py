@@ -436,7 +436,7 @@ def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(Refusal, match=r"lockstep-rl\[track\]"):
+    with pytest.raises(Refusal, match=r"install .*\[track\]"):
         read_log(str(tmp_path))
 
 

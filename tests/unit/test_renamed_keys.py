@@ -32,7 +32,7 @@ from lockstep.train.offline import train_offline
 from recipe_files import BASE, refused, write
 from runs import facts
 
-OLD_RUN = Path(__file__).parents[2] / "docs" / "support" / "grpo-gsm8k-kernels" / "fused-1"
+OLD_RUN = Path(__file__).parents[2] / "docs" / "support-appendix" / "grpo-gsm8k-kernels" / "fused-1"
 ONLINE_BASE = {"method": "grpo", "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
 # One value of each key that is not its default, with what else the recipe needs.
 VALUES: dict[str, tuple[Any, dict[str, Any]]] = {

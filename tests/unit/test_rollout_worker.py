@@ -303,7 +303,7 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
         if slow in answered:
             break
         (job,) = (job for job in worker.jobs if job.number == slow)
-        tokens.append(len(job.begun[0].ids))
+        tokens.append(len(job.begun[0].response.ids))
     assert slow in answered
     # Of eight rounds up to three go to the prompt and to its tokens so far, which are computed again.
     grown = [after - before for before, after in pairwise(tokens)]

@@ -119,7 +119,7 @@ def test_an_unknown_rule_is_refused_with_the_nearest() -> None:
 
 def test_math_without_its_package_is_refused_naming_the_extra(monkeypatch) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    with pytest.raises(Refusal, match=r"math-verify.*(?s:.*)lockstep-rl\[math\]"):
+    with pytest.raises(Refusal, match=r"math-verify.*(?s:.*)install .*\[math\]"):
         rule_for("mine", {"mine": "math"})
 
 

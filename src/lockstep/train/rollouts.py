@@ -66,9 +66,8 @@ def take_rollouts(
     checks.refuse_failures(failed, len(collector.every), recipe.reward.max_failures)
     experience = build_spread_experience(rollouts, step_prompts, local, baselines, generator.world)
     checks.refuse_nothing_left(failed, len(collector.every), experience.sequences)
-    metrics = checks.rollout_metrics(collector.every, rollouts, failed.count)
+    metrics = checks.rollout_metrics(collector.every, rollouts, failed.count) | generator.take_sync_metrics()
     metrics |= checks.engine_metrics(generator.world.gather(generator.spent(collector.seconds, collector.taken)))
-    metrics |= generator.take_sync_metrics()
     if max_batches > 1:
         metrics |= {
             "train/num_gen_batches": float(used),
