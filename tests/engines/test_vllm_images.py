@@ -27,7 +27,6 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
-from lockstep.model.towers.vision_model import towers_of
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.servers.vllm import Vllm
 from lockstep.types import Completion, Example, Origin, Question, Request, Sampling
@@ -97,32 +96,6 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(seeing: Any, fold
         after = run(engine, asked(rows), SAMPLING)
         assert difference(policy, rows, after) < ROUNDING
         assert difference(policy, rows, before) > 10 * ROUNDING
-
-
-def test_features_of_the_tower_before_an_update_are_dropped(
-    seeing: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the tower is updated. The server keeps the features of images, so without a reset of its encoder cache it
-    generates from those of the old tower. A pause of newer versions of vLLM clears all caches; here it clears none, so
-    that only `flush` can."""
-    policy, rows, flush = policy_of(folder), rows_of(folder), Vllm.flush
-    with opened(seeing.url, policy, folder, tmp_path) as engine:
-        sync(engine)
-        assert difference(policy, rows, run(engine, asked(rows), SAMPLING)) < ROUNDING
-        with torch.no_grad():
-            for tower in towers_of(policy.causal_lm):
-                for weight in tower.parameters():
-                    weight.mul_(1.3)
-        monkeypatch.setattr(
-            Vllm, "pause", lambda self, client: client.post("/pause?mode=abort&clear_cache=false", seconds=60)
-        )
-        monkeypatch.setattr(Vllm, "flush", lambda self, client, images: flush(self, client, False))
-        sync(engine, 1)
-        stale = difference(policy, rows, run(engine, asked(rows), SAMPLING))
-        assert stale > 10 * ROUNDING
-        monkeypatch.setattr(Vllm, "flush", flush)
-        sync(engine, 2)
-        assert difference(policy, rows, run(engine, asked(rows), SAMPLING)) < ROUNDING
 
 
 def test_images_in_another_order_are_noticed(

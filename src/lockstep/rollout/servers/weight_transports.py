@@ -69,7 +69,9 @@ def write_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dty
     def with_checksum(name: str) -> torch.Tensor:
         tensor = tensors[name].detach().to(dtype)
         sums[name] = int(bit_sum(tensor))
-        return tensor
+        # On a CPU a file is written from the tensor's memory as a numpy array. Torch then refuses to free the storage,
+        # which FSDP does with gathered weights.
+        return tensor.clone() if tensor.device.type == "cpu" else tensor
 
     try:
         write_model(folder, shapes, dtype, with_checksum)
