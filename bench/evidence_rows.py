@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,21 +106,22 @@ class EvidencePair:
         assert set(self.sides) == {self.a, self.b}
 
 
+# One run on the CPU, which is slow, and three on the card: the noise of a run is measured there.
+CPU_CUDA = EvidencePair(
+    a="cpu",
+    b="cuda",
+    sides={"cpu": Side("cpu", "fp32", 1), "cuda": Side("cuda", "bf16", 3)},
+    steps=30,
+    rows=8,
+    responses=16,
+    group=4,
+    max_tokens=48,
+    characters=280,
+    pairs=120,
+    micro_batch=2048,
+)
 PAIRS: dict[str, EvidencePair] = {
-    # One run on the CPU, which is slow, and three on the card: the noise of a run is measured there.
-    "cpu-cuda": EvidencePair(
-        a="cpu",
-        b="cuda",
-        sides={"cpu": Side("cpu", "fp32", 1), "cuda": Side("cuda", "bf16", 3)},
-        steps=30,
-        rows=8,
-        responses=16,
-        group=4,
-        max_tokens=48,
-        characters=280,
-        pairs=120,
-        micro_batch=2048,
-    ),
+    "cpu-cuda": CPU_CUDA,
     "kernels": EvidencePair(
         a="plain",
         b="kernels",
@@ -137,20 +138,8 @@ PAIRS: dict[str, EvidencePair] = {
         pairs=480,
         micro_batch=16384,
     ),
-    "npu": EvidencePair(
-        a="cpu",
-        b="npu",
-        # On the emulator, whose kernels are the CPU's, bf16 would compare two roundings of one machine.
-        sides={"cpu": Side("cpu", "fp32", 1), "npu": Side("npu", "bf16", 1)},
-        steps=30,
-        rows=8,
-        responses=16,
-        group=4,
-        max_tokens=48,
-        characters=280,
-        pairs=120,
-        micro_batch=2048,
-    ),
+    # On the emulator, whose kernels are the CPU's, bf16 would compare two roundings of one machine.
+    "npu": replace(CPU_CUDA, b="npu", sides={"cpu": Side("cpu", "fp32", 1), "npu": Side("npu", "bf16", 1)}),
 }
 
 
