@@ -573,6 +573,30 @@ def shared_beginnings(device: str) -> None:
             assert torch.equal(made[0][0][left], out[left])
             assert torch.equal(made[0][1][:, left], lse[:, left])
             assert torch.equal(made[0][2][left], out[left])
+    if device != "cpu":
+        _many_merges(device)
+
+
+def _many_merges(device: str) -> None:
+    """The warps of a program run at different speeds: merges of many rows have the same bits every time."""
+    from lockstep.kernels.attention import cascade_triton as triton_cascade
+    from lockstep.kernels.attention import flash as cascade
+
+    rows = torch.randperm(8192, device=device)[:6000]
+    out = drawn(8192, 32, 128, device=device, dtype=torch.bfloat16)
+    more = drawn(6000, 32, 128, device=device, dtype=torch.bfloat16)
+    lse = drawn(32, 8192, device=device, dtype=torch.float32)
+    other = drawn(32, 6000, device=device, dtype=torch.float32)
+    wanted, wanted_lse = out.clone(), lse.clone()
+    cascade.merge_(wanted, wanted_lse, rows, more, other)
+    first: torch.Tensor | None = None
+    for _ in range(50):
+        total, sums = out.clone(), lse.clone()
+        triton_cascade.merge_(total, sums, rows, more, other)
+        first = total if first is None else first
+        assert torch.equal(total, first)
+        agree(total, wanted)
+        agree(sums, wanted_lse)
 
 
 def _half(device: str) -> torch.dtype:

@@ -15,6 +15,7 @@ import triton.language as tl
 def _merge(  # type: ignore[no-untyped-def]
     out,
     lse,
+    merged_lse,
     rows,
     more,
     more_lse,
@@ -29,7 +30,11 @@ def _merge(  # type: ignore[no-untyped-def]
     HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merges all heads of one row (token). Each Triton program handles one row."""
+    """Merges all heads of one row (token). Each Triton program handles one row.
+
+    Every warp of a program loads the lse of all heads, and the warps do not wait for each other. So `lse` and
+    `merged_lse` must be different tensors: in place, a slow warp would load values that a fast warp has merged already.
+    """
     pid = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + pid)
     heads, columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, BLOCK)
@@ -44,7 +49,7 @@ def _merge(  # type: ignore[no-untyped-def]
     acc_a = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) * tl.exp(lse_a - lse_new)[:, None]
     acc_b = tl.load(more_ptrs, mask=mask, other=0.0).to(tl.float32) * tl.exp(lse_b - lse_new)[:, None]
     tl.store(out_ptrs, (acc_a + acc_b).to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + heads.to(tl.int64) * lse_head + row, lse_new, mask=head_mask)
+    tl.store(merged_lse + heads.to(tl.int64) * lse_head + row, lse_new, mask=head_mask)
 
 
 @triton.jit
@@ -79,9 +84,10 @@ def merge_(
     more_RHD: torch.Tensor,
     more_lse_HR: torch.Tensor,
 ) -> None:
-    assert out_THD.stride(-1) == more_RHD.stride(-1) == lse_HT.stride(-1) == more_lse_HR.stride(-1) == 1
+    assert out_THD.stride(-1) == more_RHD.stride(-1) == more_lse_HR.stride(-1) == 1 and lse_HT.is_contiguous()
     _merge[(len(rows_R),)](
         out_THD,
+        lse_HT.clone(),
         lse_HT,
         rows_R,
         more_RHD,
