@@ -22,6 +22,7 @@ def _merge(  # type: ignore[no-untyped-def]
     out_row,
     out_head,
     lse_head,
+    merged_lse_head,
     more_row,
     more_head,
     more_lse_head,
@@ -49,7 +50,7 @@ def _merge(  # type: ignore[no-untyped-def]
     acc_a = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) * tl.exp(lse_a - lse_new)[:, None]
     acc_b = tl.load(more_ptrs, mask=mask, other=0.0).to(tl.float32) * tl.exp(lse_b - lse_new)[:, None]
     tl.store(out_ptrs, (acc_a + acc_b).to(out.dtype.element_ty), mask=mask)
-    tl.store(merged_lse + heads.to(tl.int64) * lse_head + row, lse_new, mask=head_mask)
+    tl.store(merged_lse + heads.to(tl.int64) * merged_lse_head + row, lse_new, mask=head_mask)
 
 
 @triton.jit
@@ -84,16 +85,18 @@ def merge_(
     more_RHD: torch.Tensor,
     more_lse_HR: torch.Tensor,
 ) -> None:
-    assert out_THD.stride(-1) == more_RHD.stride(-1) == more_lse_HR.stride(-1) == 1 and lse_HT.is_contiguous()
+    assert out_THD.stride(-1) == more_RHD.stride(-1) == lse_HT.stride(-1) == more_lse_HR.stride(-1) == 1
+    lse_before_HT = lse_HT.clone(memory_format=torch.contiguous_format)
     _merge[(len(rows_R),)](
         out_THD,
-        lse_HT.clone(),
+        lse_before_HT,
         lse_HT,
         rows_R,
         more_RHD,
         more_lse_HR,
         out_THD.stride(0),
         out_THD.stride(1),
+        lse_before_HT.stride(0),
         lse_HT.stride(0),
         more_RHD.stride(0),
         more_RHD.stride(1),
