@@ -72,19 +72,22 @@ class Case:
 
 LORA, NF4 = "model.lora.rank=16", "model.quantize=nf4"
 FIXED = ("model.lora.rank=", "model.quantize=", "optim.name=")
+# `plan` predicts the peak of a full micro-batch. So the rows fill micro-batches: a row of SFT has a separator and an end
+# token, a pair of DPO its prompt once, and a group of GRPO its prompt once.
+ROW, LONG_ROW, PAIR = (511, 511), (2047, 2047), (681, 682)
 CASES = (
-    Case(24, "0.5b", "sft", (512, 512), 16, ("batch.tokens=8192",)),
-    Case(24, "1.5b", "sft", (512, 512), 16, (LORA, "batch.tokens=8192")),
-    Case(24, "8b", "sft", (2000, 2000), 4, (LORA, NF4, "batch.tokens=4096")),
-    Case(24, "1.5b", "dpo", (512, 512), 8, (LORA, "batch.tokens=4096")),
-    Case(24, "0.5b", "grpo", (256, 256), 8, ("rollout.n=8", "batch.tokens=8192")),
-    Case(48, "1.5b", "sft", (512, 512), 32, ("batch.tokens=16384",)),
-    Case(48, "8b", "sft", (2000, 2000), 4, (LORA, "batch.tokens=16384")),
-    Case(48, "8b", "dpo", (512, 512), 8, (LORA, NF4, "batch.tokens=4096")),
-    Case(48, "1.5b", "grpo", (256, 256), 8, (LORA, "rollout.n=8", "batch.tokens=8192")),
-    Case(80, "8b", "sft", (16000, 16000), 1, (LORA, "batch.tokens=32768", "model.gradient_checkpointing=true")),
-    Case(80, "1.5b", "grpo", (256, 256), 8, ("rollout.n=8", "batch.tokens=8192")),
-    Case(80, "8b", "grpo", (256, 128), 8, (LORA, NF4, "rollout.n=4", "batch.tokens=8192")),
+    Case(24, "0.5b", "sft", ROW, 16, ("batch.tokens=8192",)),
+    Case(24, "1.5b", "sft", ROW, 16, (LORA, "batch.tokens=8192")),
+    Case(24, "8b", "sft", LONG_ROW, 4, (LORA, NF4, "batch.tokens=4096")),
+    Case(24, "1.5b", "dpo", PAIR, 8, (LORA, "batch.tokens=4096")),
+    Case(24, "0.5b", "grpo", (256, 256), 8, ("rollout.n=8", "batch.tokens=9216")),
+    Case(48, "1.5b", "sft", ROW, 32, ("batch.tokens=16384",)),
+    Case(48, "8b", "sft", LONG_ROW, 4, (LORA, "batch.tokens=16384")),
+    Case(48, "8b", "dpo", PAIR, 8, (LORA, NF4, "batch.tokens=4096")),
+    Case(48, "1.5b", "grpo", (256, 256), 8, (LORA, "rollout.n=8", "batch.tokens=9216")),
+    Case(80, "8b", "sft", (16383, 16383), 1, (LORA, "batch.tokens=32768", "model.gradient_checkpointing=true")),
+    Case(80, "1.5b", "grpo", (256, 256), 8, ("rollout.n=8", "batch.tokens=9216")),
+    Case(80, "8b", "grpo", (256, 128), 8, (LORA, NF4, "rollout.n=4", "batch.tokens=6144")),
 )
 
 
