@@ -72,8 +72,8 @@ class Case:
 
 LORA, NF4 = "model.lora.rank=16", "model.quantize=nf4"
 FIXED = ("model.lora.rank=", "model.quantize=", "optim.name=")
-# `plan` predicts the peak of a full micro-batch. So the rows fill micro-batches: a row of SFT has a separator and an end
-# token, a pair of DPO its prompt once, and a group of GRPO its prompt once.
+# `plan` predicts the peak of a full micro-batch. So the rows fill micro-batches: a row of SFT has an end token, and a
+# pair of DPO and a group of GRPO have their prompt once.
 ROW, LONG_ROW, PAIR = (511, 511), (2047, 2047), (681, 682)
 CASES = (
     Case(24, "0.5b", "sft", ROW, 16, ("batch.tokens=8192",)),

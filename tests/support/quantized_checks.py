@@ -94,6 +94,23 @@ def codes_of_tokens(device: str) -> None:
             assert not found[[3, 4]].isfinite().any()
 
 
+def products_of_int8(device: str) -> None:
+    """The product of codes has the bits of exact sums, for sizes that fill no tile."""
+    from lockstep.kernels.quantized.token_codes_triton import int8_product_triton
+
+    generator = torch.Generator().manual_seed(0)
+    for rows, inputs, outputs in ((1, 16, 16), (70, 272, 48), (130, 144, 80)):
+        codes = [torch.randint(-127, 128, (n, inputs), generator=generator, dtype=torch.int8) for n in (rows, outputs)]
+        codes[0][0], codes[1][0] = 127, -127
+        scales = [torch.rand(n, 1, generator=generator) for n in (rows, outputs)]
+        sums = (codes[0].long() @ codes[1].long().t()).float()
+        # The interpreter cuts digits of bf16 instead of rounding.
+        for dtype in (torch.float32, torch.bfloat16)[: 1 if device == "cpu" else 2]:
+            expected = (sums * scales[0] * scales[1].t()).to(dtype)
+            parts = (part.to(device) for pair in zip(codes, scales, strict=True) for part in pair)
+            assert torch.equal(int8_product_triton(*parts, dtype).cpu(), expected)
+
+
 def codes_of_training(device: str) -> None:
     """Scales that are powers of two: rows of several lengths, and transposed matrices with one scale."""
     from lockstep.kernels.quantized.fp8_linear import fp8_codes, fp8_columns, power_scale
@@ -150,6 +167,7 @@ CHECKS = {
     "eight_bit_steps": eight_bit_steps,
     "codes_of_training": codes_of_training,
     "codes_of_tokens": codes_of_tokens,
+    "products_of_int8": products_of_int8,
     "dequantizing": dequantizing,
     "products_with_few_rows": products_with_few_rows,
     "rows_of_any_batch": rows_of_any_batch,

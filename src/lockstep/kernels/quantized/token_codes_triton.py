@@ -1,5 +1,5 @@
-"""Quantises a matrix to fp8 or int8 in one kernel. The plain references are `token_codes` in `token_products.py`, and
-`fp8_codes` in `fp8_linear.py`, whose scales are powers of two."""
+"""Quantises a matrix to fp8 or int8 in one kernel, and multiplies int8 matrices. The plain references are `token_codes`
+and `int8_product` in `token_products.py`, and `fp8_codes` in `fp8_linear.py`, whose scales are powers of two."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import triton.language as tl
 TILE = 4096
 # Rows and columns that a program transposes.
 SQUARE = 64
+# Inputs that a product of int8 matrices sums in one step.
+INNER = 128
 
 
 @triton.jit
@@ -87,6 +89,61 @@ def _transposed(  # type: ignore[no-untyped-def]
     value = tl.minimum(tl.maximum(part.to(tl.float32) * factor, -LARGEST), LARGEST)
     target = codes + column[:, None].to(tl.int64) * rows + row[None, :]
     tl.store(target, tl.trans(_fp8_bits(value)), mask=tl.trans(inside))
+
+
+@triton.jit
+def _int8_product(  # type: ignore[no-untyped-def]
+    x, x_scales, weight, weight_scales, out, rows, outputs, inputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Sums of products of codes are exact integers. Both scales are applied before the result is stored, so that no
+    matrix of 32-bit sums is written and read again. Programs that use the same rows of x run together."""
+    program = tl.program_id(0)
+    across, down = tl.cdiv(outputs, OUTPUTS), tl.cdiv(rows, ROWS)
+    group = program // (8 * across)
+    tall = tl.minimum(down - group * 8, 8)
+    row = (group * 8 + (program % (8 * across)) % tall) * ROWS + tl.arange(0, ROWS)
+    column = (program % (8 * across)) // tall * OUTPUTS + tl.arange(0, OUTPUTS)
+    inner = tl.arange(0, INPUTS)
+    # Rows beyond the last one read an existing row instead; their results are not stored.
+    x_places = x + (row % rows).to(tl.int64)[:, None] * inputs + inner[None, :]
+    weight_places = weight + (column % outputs).to(tl.int64)[None, :] * inputs + inner[:, None]
+    acc = tl.zeros([ROWS, OUTPUTS], tl.int32)
+    for start in range(0, inputs, INPUTS):
+        if EVEN:
+            x_tile, weight_tile = tl.load(x_places), tl.load(weight_places)
+        else:
+            x_tile = tl.load(x_places, mask=(start + inner < inputs)[None, :], other=0)
+            weight_tile = tl.load(weight_places, mask=(start + inner < inputs)[:, None], other=0)
+        acc = tl.dot(x_tile, weight_tile, acc, out_dtype=tl.int32)
+        x_places += INPUTS
+        weight_places += INPUTS
+    scaled = acc.to(tl.float32) * tl.load(x_scales + row % rows)[:, None]
+    scaled = scaled * tl.load(weight_scales + column % outputs)[None, :]
+    places = row.to(tl.int64)[:, None] * outputs + column[None, :]
+    inside = (row < rows)[:, None] & (column < outputs)[None, :]
+    tl.store(out + places, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+def int8_product_fits(codes_TK: torch.Tensor, codes_NK: torch.Tensor) -> bool:
+    contiguous = codes_TK.is_contiguous() and codes_NK.is_contiguous()
+    # Older devices have too little shared memory for the tiles.
+    modern = codes_TK.device.type != "cuda" or torch.cuda.get_device_capability(codes_TK.device) >= (8, 0)
+    return contiguous and modern and codes_TK.numel() > 0 and len(codes_NK) > 0
+
+
+def int8_product_triton(
+    codes_TK: torch.Tensor, scales_T1: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    (rows, inputs), outputs = codes_TK.shape, len(codes_NK)
+    out = torch.empty(rows, outputs, dtype=dtype, device=codes_TK.device)
+    # A small batch reads the weights once: narrow tiles occupy the whole device.
+    tall, wide, warps = (128, 128, 8) if rows > 128 else (64, 64, 4) if outputs > 4096 else (64, 32, 4)
+    _int8_product[(triton.cdiv(rows, tall) * triton.cdiv(outputs, wide),)](
+        codes_TK, scales_T1.contiguous(), codes_NK, scales_N1.contiguous(), out, rows, outputs, inputs,
+        ROWS=tall, OUTPUTS=wide, INPUTS=INNER, EVEN=inputs % INNER == 0, num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    return out
 
 
 def token_codes_triton(

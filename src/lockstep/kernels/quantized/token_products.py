@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
+from lockstep.kernels.fused_modules import KernelTrial
 from lockstep.kernels.npu_limits import quant_problem
 from lockstep.kernels.quantized.formats import Quantized, divided
 from lockstep.kernels.quantized.int8_npu import npu_int8_product
@@ -73,17 +75,67 @@ def int8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Te
     """The sums are exact integers, so that the result of a row does not depend on the other rows."""
     if x_TK.device.type == "npu" and quant_problem(x_TK, codes_NK) is None:
         return npu_int8_product(x_TK, codes_NK, scales_N1)
-    rows, (outputs, inputs) = len(x_TK), codes_NK.shape
+    outputs, inputs = codes_NK.shape
     codes_TK, scales_T1 = token_codes(x_TK, "int8")
     if x_TK.device.type == "cpu":
         sums_TN = codes_TK.double() @ codes_NK.double().t()  # exact on every processor
     elif x_TK.device.type == "npu" or inputs % _STEP or outputs % _STEP:
         return dequantized_product(x_TK, codes_NK, scales_N1, "int8")
     else:
-        if rows < _LEAST_ROWS:
-            codes_TK = torch.nn.functional.pad(codes_TK, (0, 0, 0, _LEAST_ROWS - rows))
-        sums_TN = torch._int_mm(codes_TK, codes_NK.t())[:rows]
+        found = _fused_int8_product(codes_TK, scales_T1, codes_NK, scales_N1, x_TK.dtype)
+        if found is not None:
+            return found
+        sums_TN = _integer_sums(codes_TK, codes_NK)
     return (sums_TN.float() * scales_T1 * scales_N1.t()).to(x_TK.dtype)
+
+
+def _integer_sums(codes_TK: torch.Tensor, codes_NK: torch.Tensor) -> torch.Tensor:
+    rows = len(codes_TK)
+    if rows < _LEAST_ROWS:
+        codes_TK = torch.nn.functional.pad(codes_TK, (0, 0, 0, _LEAST_ROWS - rows))
+    return torch._int_mm(codes_TK, codes_NK.t())[:rows]
+
+
+def _fused_int8_product(
+    codes_TK: torch.Tensor, scales_T1: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Returns the product by the Triton kernel, or None if the kernel cannot be used. Its bits are those of plain
+    torch."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from lockstep.kernels.quantized.token_codes_triton import int8_product_fits, int8_product_triton
+
+    if not int8_product_fits(codes_TK, codes_NK) or not _fused_int8_works(codes_TK.device, dtype):
+        return None
+    return int8_product_triton(codes_TK, scales_T1, codes_NK, scales_N1, dtype)
+
+
+@cache
+def _fused_int8_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether the kernel gives the bits of plain torch for a few and for many rows (the trial)."""
+    from lockstep.kernels.fused_modules_triton import KERNELS
+    from lockstep.kernels.quantized.token_codes_triton import int8_product_triton
+
+    draw = torch.Generator().manual_seed(0)
+
+    def codes(rows: int) -> torch.Tensor:
+        return torch.randint(-127, 128, (rows, 208), generator=draw, dtype=torch.int8).to(device)
+
+    few, many, weight = codes(20), codes(140), codes(80)
+    scales = torch.rand(140, 1, generator=draw).to(device)
+
+    def plain(rows: torch.Tensor) -> torch.Tensor:
+        sums = _integer_sums(rows, weight).float()
+        return (sums * scales[: len(rows)] * scales[:80].t()).to(dtype)
+
+    def fused(rows: torch.Tensor) -> torch.Tensor:
+        return int8_product_triton(rows, scales[: len(rows)], weight, scales[:80], dtype)
+
+    exact = KernelTrial({dtype: 0.0}, smallest=1e-20, gradients=False, wait=lambda: None, errors=KERNELS.trial.errors)
+    return exact.alike(
+        "the product of int8 matrices", "the Triton kernel", lambda: [plain(few), plain(many)],
+        lambda: [fused(few), fused(many)],
+    )  # fmt: skip
 
 
 def dequantized_product(
