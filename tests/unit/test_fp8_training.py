@@ -98,6 +98,26 @@ def test_only_the_input_and_the_weight_itself_are_kept() -> None:
     assert len(saved) == 2
 
 
+def test_layers_with_the_same_input_quantise_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counted(x: torch.Tensor, *, rowwise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(len(x))
+        return fp8_codes(x, rowwise=rowwise)
+
+    monkeypatch.setattr("lockstep.kernels.quantized.fp8_linear.fp8_codes", counted)
+    x, weights = torch.randn(7, 32), [torch.randn(16, 32) for _ in range(3)]
+    alone = [fp8_linear(x.clone(), weight, None) for weight in weights]
+    sizes.clear()
+    assert all(map(torch.equal, [fp8_linear(x, weight, None) for weight in weights], alone))
+    assert sizes.count(7) == 1
+    # The same tensor with other values (scales are powers of two), and another tensor with the same values.
+    x.mul_(2.0)
+    assert torch.equal(fp8_linear(x, weights[0], None), 2 * alone[0])
+    assert torch.equal(fp8_linear(x.clone(), weights[0], None), 2 * alone[0])
+    assert sizes.count(7) == 3
+
+
 def test_codes_of_a_matrix_of_zeros_are_zeros() -> None:
     codes, scale = fp8_codes(torch.zeros(2, 4))
     assert not codes.float().any()

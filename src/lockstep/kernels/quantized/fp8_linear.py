@@ -19,6 +19,7 @@ from torch import nn
 
 from lockstep.kernels.quantized.token_products import LARGEST, scaled_mm_fits
 
+Codes = tuple[torch.Tensor, torch.Tensor]
 # The smallest magnitude that torchao scales by.
 _SMALLEST = 1e-12
 # The bits of an fp32 number that are its sign and exponent.
@@ -76,9 +77,9 @@ class Fp8Product(torch.autograd.Function):
     """`x @ weight.T` for x [T, K]. Only `x` and the weight itself are saved for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, codes: Codes | None) -> torch.Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
-        return _product(fp8_codes(x_TK), fp8_codes(weight_NK), x_TK, fast=True)
+        return _product(codes or fp8_codes(x_TK), fp8_codes(weight_NK), x_TK, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -89,11 +90,29 @@ class Fp8Product(torch.autograd.Function):
             grad_x = _product(fp8_codes(grad_TN), fp8_columns(weight_NK), grad_TN, fast=False)
         if ctx.needs_input_grad[1]:
             grad_weight = grad_TN.t() @ x_TK
-        return grad_x, grad_weight
+        return grad_x, grad_weight, None
+
+
+class _LastInput:
+    """The codes of the last input. Query, key and value projections have the same input, and so have gate and up
+    projections: it is quantised once. The version of a tensor counts its changes in place."""
+
+    def __init__(self) -> None:
+        self.of: tuple[weakref.ref[torch.Tensor], int, Codes] | None = None
+
+    def codes(self, x: torch.Tensor) -> Codes:
+        if self.of is None or self.of[0]() is not x or self.of[1] != x._version:
+            self.of = weakref.ref(x), x._version, fp8_codes(x.detach().reshape(-1, x.shape[-1]))
+        return self.of[2]
+
+
+_LAST_INPUT = _LastInput()
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight)
+    # Tensors of inference mode do not count their changes.
+    codes = None if x.is_inference() else _LAST_INPUT.codes(x)
+    out = Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, codes)
     out = out if bias is None else out + bias
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
