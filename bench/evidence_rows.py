@@ -54,7 +54,8 @@ ROWS: dict[str, EvidenceRow] = {
         0.19,
         {
             "data": {"prompt_key": "extra_info.question", "response_key": "extra_info.answer"},
-            "optim": {"lr": 2e-5},
+            # The rate of the document's SFT script. At 2e-5 without warm-up, bf16 leaves fp32 by 2.3 % (135M, H200).
+            "optim": {"lr": 5e-6},
         },
     ),
     "dpo": EvidenceRow("DPO", "dpo", "pairs", 1.81, {"optim": {"lr": 2e-6}}),
