@@ -142,6 +142,7 @@ def test_the_rounding_of_large_logits_is_accepted_and_leaves_the_weights_alone(f
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in policy.layers())
 
 
+@pytest.mark.daily("offset-NativeEngine")
 @pytest.mark.parametrize("kind", [NativeEngine, Precise])
 @pytest.mark.parametrize("mutation", ["offset", "lengths"])
 def test_a_broken_engine_is_refused_although_the_logits_are_large(

@@ -42,15 +42,28 @@ _URLS = ("http://", "https://", "s3://", "gs://", "ftp://", "oss://")
 def read_image(ref: ImageRef, where: object) -> Any:
     """Returns the image (`PIL.Image.Image`) as RGB, rotated as its EXIF data says, as `load_image` of transformers
     does. Raises `Refusal` if it is not a readable image or if its file has changed since the row was read."""
-    image_module, ops = pillow()
+    image_module, _ = pillow()
     data = image_bytes(ref, where)
     try:
         with image_module.open(io.BytesIO(data)) as opened:
-            return ops.exif_transpose(opened).convert("RGB")
+            return _upright_rgb(opened, f"the image {ref}", where)
     except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
         raise Refusal.at(
             where, f"the image {ref} cannot be read: {error}", "fix or remove the row", code="damaged-file"
         ) from error
+
+
+def _upright_rgb(image: Any, name: str, where: object) -> Any:
+    """Returns a PIL image as RGB, rotated as its EXIF data says. Raises `Refusal` for 16-bit grey, integers and floats,
+    whose pixels Pillow clips to 0 and 255: such an image would become white or black."""
+    if image.mode.startswith("I") or image.mode == "F":
+        raise Refusal.at(
+            where,
+            f"{name} has more than 8 bits per pixel and channel (mode {image.mode} of Pillow)",
+            "scale its pixels to 0 to 255, and save it with 8 bits",
+            code="unsupported-format",
+        )
+    return pillow()[1].exif_transpose(image).convert("RGB")
 
 
 def image_bytes(ref: ImageRef, where: object) -> bytes:
@@ -114,7 +127,7 @@ def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
     if isinstance(value, bytes | bytearray | memoryview):
         return _of_bytes(bytes(value))
     if hasattr(value, "save") and hasattr(value, "convert"):
-        return _of_bytes(_png(pillow()[1].exif_transpose(value).convert("RGB")))
+        return _of_bytes(_png(_upright_rgb(value, "an image", where)))
     raise Refusal.at(
         where,
         f"an image is of type {type(value).__name__}",
