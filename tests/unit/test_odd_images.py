@@ -153,6 +153,23 @@ def test_an_image_may_occur_twice_and_forty_times(qwen: Path, tmp_path: Path) ->
         read(qwen, tmp_path, row, limit=100)
 
 
+PART = {"type": "image", "image": "good.png"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat("<image>", images=[], image="good.png"),
+        chat("<image>", images=["good.png"], image="good.png"),
+        chat([PART], images=["good.png"]),
+    ],
+)
+def test_no_column_is_ignored_and_no_image_counts_twice(row: dict[str, Any], qwen: Path, tmp_path: Path) -> None:
+    (tmp_path / "good.png").write_bytes(stored(noise(56, 56)))
+    (found,) = read(qwen, tmp_path, row)
+    assert [image.features for image in found.images] == [4]
+
+
 def answered_with_an_image() -> dict[str, Any]:
     turns = [{"role": "user", "content": "draw"}, {"role": "assistant", "content": "<image>"}]
     return {"messages": turns, "images": ["good.png"]}
@@ -167,6 +184,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "no such file": (lambda: chat("<image>", images=["missing.png"]), "no-such-file", "missing.png"),
     "broken base64": (lambda: chat("<image>", images=["data:image/png;base64,@@"]), "damaged-file", "base64"),
     "an address": (lambda: chat("<image>", images=["https://example.org/a.png"]), "unsupported-format", "address"),
+    "two columns": (lambda: chat("<image>", images=["good.png"], image="thin.png"), "wrong-count", "different images"),
+    "other images in parts": (lambda: chat([PART], images=["thin.png"]), "wrong-count", "besides 1 parts"),
     "a number": (lambda: chat("<image>", images=[7]), "unsupported-format", "of type int"),
     "16 bits per pixel": (lambda: chat("<image>", images=["deep.png"]), "unsupported-format", "more than 8 bits"),
     "floats": (lambda: chat("<image>", images=["floats.tiff"]), "unsupported-format", "more than 8 bits"),
