@@ -69,6 +69,7 @@ READABLE: dict[str, Callable[[], bytes]] = {
     "palette with a transparent colour": with_palette,
     "alpha": lambda: stored(noise(40, 40, "RGBA")),
     "grey with alpha": lambda: stored(noise(40, 40).convert("LA")),
+    "grey": lambda: stored(noise(40, 40).convert("L")),
     "black and white": lambda: stored(noise(40, 40).convert("1")),
     "one pixel": lambda: stored(noise(1, 1)),
     "three rows": lambda: stored(noise(90, 3)),
@@ -120,6 +121,11 @@ def test_base64_text_with_line_breaks_is_read(form: str, kind: str) -> None:
     assert found.data == data
 
 
+def test_a_column_of_16_bit_images_is_refused() -> None:
+    with refuses("row 3", "unsupported-format", "I;16"):
+        image_ref(Image.fromarray(np.full((4, 4), 300, np.uint16)), Path(), "row 3")
+
+
 def test_a_path_may_leave_the_folder_of_the_rows(qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "a.png").write_bytes(stored(noise(40, 40)))
@@ -147,6 +153,23 @@ def test_an_image_may_occur_twice_and_forty_times(qwen: Path, tmp_path: Path) ->
         read(qwen, tmp_path, row, limit=100)
 
 
+PART = {"type": "image", "image": "good.png"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat("<image>", images=[], image="good.png"),
+        chat("<image>", images=["good.png"], image="good.png"),
+        chat([PART], images=["good.png"]),
+    ],
+)
+def test_no_column_is_ignored_and_no_image_counts_twice(row: dict[str, Any], qwen: Path, tmp_path: Path) -> None:
+    (tmp_path / "good.png").write_bytes(stored(noise(56, 56)))
+    (found,) = read(qwen, tmp_path, row)
+    assert [image.features for image in found.images] == [4]
+
+
 def answered_with_an_image() -> dict[str, Any]:
     turns = [{"role": "user", "content": "draw"}, {"role": "assistant", "content": "<image>"}]
     return {"messages": turns, "images": ["good.png"]}
@@ -161,7 +184,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "no such file": (lambda: chat("<image>", images=["missing.png"]), "no-such-file", "missing.png"),
     "broken base64": (lambda: chat("<image>", images=["data:image/png;base64,@@"]), "damaged-file", "base64"),
     "an address": (lambda: chat("<image>", images=["https://example.org/a.png"]), "unsupported-format", "address"),
+    "two columns": (lambda: chat("<image>", images=["good.png"], image="thin.png"), "wrong-count", "different images"),
+    "other images in parts": (lambda: chat([PART], images=["thin.png"]), "wrong-count", "besides 1 parts"),
     "a number": (lambda: chat("<image>", images=[7]), "unsupported-format", "of type int"),
+    "16 bits per pixel": (lambda: chat("<image>", images=["deep.png"]), "unsupported-format", "more than 8 bits"),
+    "floats": (lambda: chat("<image>", images=["floats.tiff"]), "unsupported-format", "more than 8 bits"),
 }
 
 
@@ -171,6 +198,9 @@ def test_other_images_are_refused_with_row_and_remedy(name: str, qwen: Path, tmp
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "thin.png").write_bytes(stored(noise(10_000, 3)))
     (tmp_path / "good.png").write_bytes(stored(noise(40, 40)))
+    depth = np.linspace(0, 65535, 1600).reshape(40, 40)
+    (tmp_path / "deep.png").write_bytes(stored(Image.fromarray(depth.astype(np.uint16))))
+    (tmp_path / "floats.tiff").write_bytes(stored(Image.fromarray(depth.astype(np.float32) / 65535), "TIFF"))
     make, code, why = REFUSED[name]
     with refuses("line 2", code, why) as caught:
         read(qwen, tmp_path, chat("text only"), make())

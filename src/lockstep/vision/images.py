@@ -42,15 +42,28 @@ _URLS = ("http://", "https://", "s3://", "gs://", "ftp://", "oss://")
 def read_image(ref: ImageRef, where: object) -> Any:
     """Returns the image (`PIL.Image.Image`) as RGB, rotated as its EXIF data says, as `load_image` of transformers
     does. Raises `Refusal` if it is not a readable image or if its file has changed since the row was read."""
-    image_module, ops = pillow()
+    image_module, _ = pillow()
     data = image_bytes(ref, where)
     try:
         with image_module.open(io.BytesIO(data)) as opened:
-            return ops.exif_transpose(opened).convert("RGB")
+            return _upright_rgb(opened, f"the image {ref}", where)
     except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
         raise Refusal.at(
             where, f"the image {ref} cannot be read: {error}", "fix or remove the row", code="damaged-file"
         ) from error
+
+
+def _upright_rgb(image: Any, name: str, where: object) -> Any:
+    """Returns a PIL image as RGB, rotated as its EXIF data says. Raises `Refusal` for 16-bit grey, integers and floats,
+    whose pixels Pillow clips to 0 and 255: such an image would become white or black."""
+    if image.mode.startswith("I") or image.mode == "F":
+        raise Refusal.at(
+            where,
+            f"{name} has more than 8 bits per pixel and channel (mode {image.mode} of Pillow)",
+            "scale its pixels to 0 to 255, and save it with 8 bits",
+            code="unsupported-format",
+        )
+    return pillow()[1].exif_transpose(image).convert("RGB")
 
 
 def image_bytes(ref: ImageRef, where: object) -> bytes:
@@ -114,7 +127,7 @@ def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
     if isinstance(value, bytes | bytearray | memoryview):
         return _of_bytes(bytes(value))
     if hasattr(value, "save") and hasattr(value, "convert"):
-        return _of_bytes(_png(pillow()[1].exif_transpose(value).convert("RGB")))
+        return _of_bytes(_png(_upright_rgb(value, "an image", where)))
     raise Refusal.at(
         where,
         f"an image is of type {type(value).__name__}",
@@ -229,33 +242,47 @@ def with_placeholders(
     Raises `Refusal` if the number of placeholders differs from the number of images, or if a text contains the
     placeholder token `pad` of the model.
     """
-    column, listed = image_column(row)
+    column, listed = image_column(row, where)
     images = _Images(iter(listed), placeholder, folder, where)
     new: Row = {key: value for key, value in row.items() if key not in COLUMNS}
     for key in keys:
         if key in new:
             new[key] = _in_value(new[key], images, pad)
     if listed and not images.from_column:
-        _before_first_user_text(new, keys, images, len(listed))
+        if not images.refs:
+            _before_first_user_text(new, keys, images, len(listed))
+        elif [image_ref(one, folder, where).digest for one in listed] == [ref.digest for ref in images.refs]:
+            listed = []  # the column repeats the images of the parts
     unused = len(listed) - images.from_column
     if images.missing or unused:
-        marks = images.from_column + images.missing
+        marks, inline = images.from_column + images.missing, len(images.refs) - images.from_column
+        more = f", besides {inline} parts that contain their image" if inline else ""
         raise Refusal.at(
             where,
-            f"the text has {marks} image placeholders, and {column} has {len(listed)} images",
+            f"the text has {marks} image placeholders{more}, and {column} has {len(listed)} images",
             f"write one {MARK} or one part of type image for each image of the row",
             code="wrong-count",
         )
     return new, images.refs
 
 
-def image_column(row: Row) -> tuple[str, list[Any]]:
-    """Returns the column with the images of a row, and its images."""
-    column = next((name for name in COLUMNS if row.get(name) is not None), None)
-    if column is None:
-        return "the row", []
-    value = row[column]
-    return column, [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
+def image_column(row: Row, where: object) -> tuple[str, list[Any]]:
+    """Returns the column with the images of a row, and its images. Raises `Refusal` if both columns have images, and
+    these differ."""
+    columns = {name: _listed(row[name]) for name in COLUMNS if row.get(name) is not None}
+    filled = {name: images for name, images in columns.items() if images}
+    if len(filled) > 1 and filled[COLUMNS[0]] != filled[COLUMNS[1]]:
+        raise Refusal.at(
+            where,
+            f"the columns {' and '.join(COLUMNS)} have different images",
+            "give all images in one of these columns, and remove or rename the other column",
+            code="wrong-count",
+        )
+    return next(iter((filled or columns).items()), ("the row", []))
+
+
+def _listed(value: Any) -> list[Any]:
+    return [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
 
 
 def _in_value(value: Any, images: _Images, pad: str) -> Any:

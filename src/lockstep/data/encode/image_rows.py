@@ -54,7 +54,7 @@ class RowImages:
         """Returns the row with placeholders, and the images of each response with its prompt. The responses are the
         columns `responses`, or the elements of the column `listed`. A response that is a full chat repeats the images
         of the prompt."""
-        shared = [image_ref(one, self._folder(origin), origin) for one in image_column(row)[1]]
+        shared = [image_ref(one, self._folder(origin), origin) for one in image_column(row, origin)[1]]
         prompts = {key: row[key] for key in prompt if row.get(key) is not None}
         values = row.get(listed) if listed else [row.get(key) for key in responses]
         new = {key: value for key, value in row.items() if key not in COLUMNS}
