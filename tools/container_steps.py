@@ -92,8 +92,8 @@ def main() -> int:
     parser.add_argument("--mount", action="append", default=[])
     parser.add_argument("--build-arg", action="append", default=[])
     parser.add_argument("--env", action="append", default=[])
-    parser.add_argument("words", nargs="*")
-    args = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, words = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     given, only_steps = (dict(pair.split("=", 1) for pair in pairs) for pairs in (args.build_arg, args.env))
     args.out.mkdir(parents=True)
     source = args.out / "source"
@@ -130,7 +130,7 @@ def main() -> int:
         elif verb == "ENTRYPOINT":
             stage.entry = json.loads(rest)
         elif verb == "CMD":
-            run_inside(stage, [*stage.entry, *(args.words or json.loads(rest))], args, stage.variables)
+            run_inside(stage, [*stage.entry, *(words or json.loads(rest))], args, stage.variables)
         else:
             raise SystemExit(f"step {number}: {verb} is not supported")
     return 0
