@@ -62,7 +62,19 @@ def run_inside(stage: Stage, command: list[str], args: argparse.Namespace, envir
         "--proc",
         "/proc",
     ]
-    isolation += ["--ro-bind", resolver, "/etc/resolv.conf", "--tmpfs", "/tmp", *shown, *given, "--chdir", stage.folder]
+    isolation += [
+        "--ro-bind",
+        resolver,
+        "/etc/resolv.conf",
+        "--perms",
+        "1777",
+        "--tmpfs",
+        "/tmp",
+        *shown,
+        *given,
+        "--chdir",
+        stage.folder,
+    ]
     if stage.user != "0":
         command = ["setpriv", "--reuid", stage.user, "--regid", stage.user, "--clear-groups", *command]
     subprocess.run([*isolation, *command], check=True)
