@@ -1,3 +1,4 @@
+#!/bin/sh
 # A newcomer's first hour, from the first word to a model that other programs load: own rows in the forms in which people
 # have them, SFT, DPO, GRPO with an own reward, the endpoint, the page, a comparison and the export. Offline, on the CPU,
 # with the tiny model. Every step is checked; the first that is not as it should be ends it.
@@ -43,6 +44,7 @@ lockstep plan sft.yaml
 say "5. SFT, on rows of all those forms"
 every='[rows/messages.jsonl, rows/openai.jsonl, rows/alpaca.jsonl, rows/sharegpt.jsonl, rows/prompt_completion.jsonl]'
 small="device=cpu batch.rows_per_update=8 val.every=10 log.every=5"
+# shellcheck disable=SC2086
 lockstep train sft.yaml $small run.epochs=null run.steps=20 optim.lr=1e-3 "data.train=$every"
 lockstep generate runs/sft "What is 2 + 3?" --max-new-tokens 24
 
@@ -71,6 +73,7 @@ parts page "$link" sft dpo grpo
 stop
 
 say "11. the same run once more, and did the two train in step? lockstep compare"
+# shellcheck disable=SC2086
 lockstep train sft.yaml $small run.epochs=null run.steps=20 optim.lr=1e-3 "data.train=$every" run.name=again
 lockstep compare runs/sft runs/again
 

@@ -1,3 +1,4 @@
+#!/bin/sh
 # Chromium for the tests of report.html: installed where that can be done without asking, named where it cannot.
 set -eu
 for name in chromium chromium-browser google-chrome google-chrome-stable; do

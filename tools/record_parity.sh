@@ -1,3 +1,4 @@
+#!/bin/sh
 # Trains SFT, DPO and GRPO twice from one start, holds the two runs of each against each other, replays the tape of the
 # first on the second's setting, and puts the verdicts into docs/support-appendix.md (rows that fail too).
 #
@@ -7,6 +8,8 @@
 # LOCKSTEP_B is the command for the second side where it is not `lockstep`: "PYTHON tools/ascend_emulator run -m lockstep"
 # runs it on the emulated NPU. METHODS, STEPS and SUPPORT choose less, or another table; MODEL another model for every
 # method, and MORE further keys of both sides.
+# Variables with several words are several arguments.
+# shellcheck disable=SC2086
 set -eu
 name_a=$1 keys_a=$2 name_b=$3 keys_b=$4
 LOCKSTEP=${LOCKSTEP:-lockstep}

@@ -1,3 +1,4 @@
+#!/bin/sh
 # The tests of the Ascend paths: the real torch_npu wheel on an emulated CANN (tools/ascend_emulator), on any CPU.
 # Arguments go to pytest: sh tools/test_ascend.sh tests/ascend/test_emulator_api.py -k memory
 # Without any, all but the slow ones run; `sh tools/test_ascend.sh tests/ascend -m slow` runs those.
@@ -15,7 +16,7 @@ skip() { printf 'SKIPPED test-ascend: %s\n' "$*"; exit 0; }
 [ "$(uname -s)" = Linux ] || skip "torch_npu has wheels for Linux only, and this is $(uname -s)"
 case "$(uname -m)" in x86_64 | aarch64) ;; *) skip "torch_npu has no wheel for $(uname -m)" ;; esac
 command -v g++ >/dev/null || command -v clang++ >/dev/null || skip "no C++ compiler found (g++ or clang++)"
-command -v nm >/dev/null && command -v readelf >/dev/null || skip "no binutils found (nm and readelf)"
+{ command -v nm && command -v readelf; } >/dev/null || skip "no binutils found (nm and readelf)"
 
 [ -e "$shared/.test" ] || { echo "there is no environment in $shared: run \`make test-ascend\`"; exit 1; }
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }

@@ -1,3 +1,4 @@
+#!/bin/sh
 # The tests of serving engines with a real vLLM server and SGLang's sources, on any CPU. Arguments go to pytest:
 # sh tools/test_engines.sh tests/engines/test_vllm_faults.py -k corrupted
 #

@@ -1,3 +1,4 @@
+#!/bin/sh
 # Tests of the adapters with the packages that they adapt. Arguments go to pytest:
 # sh tools/test_environments.sh tests/environments/test_package_games.py -k gem
 #

@@ -1,3 +1,4 @@
+#!/bin/sh
 # Updates of migrated commands against verl, OpenRLHF and TRL themselves, in the versions whose commands are understood.
 # Arguments go to pytest: sh tools/test_migration.sh tests/migration/test_verl.py -k GSPO
 #

@@ -1,7 +1,10 @@
+#!/bin/sh
 # The recorder in the trainers of an old stack: torch 2.5.1, verl 0.4.1 and TRL 0.17.0, and in TRL as constraints.txt has
 # it. Their loops run on the CPU, and lockstep judges what they recorded. Arguments go to pytest.
 #
 # The old stack has an environment of its own (about 6 GB: torch 2.5.1 brings CUDA on x86_64).
+# Variables with several words are several arguments.
+# shellcheck disable=SC2086
 set -eu
 old=${RECORDER_VENV:-.venv-recorder}
 shared=${VENV:-.venv}

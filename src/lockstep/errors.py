@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -288,14 +289,29 @@ def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
 
 def install_command(extra: str) -> str:
     """Returns the command that installs an extra into the running environment. The command works in every folder: it
-    names the checkout, or the installed wheel."""
+    names the checkout, or the packages of the extra."""
     # Environments of uv have no pip.
     install = f"{sys.executable} -m pip install" if find_spec("pip") else f"uv pip install --python {sys.executable}"
     checkout = PACKAGE_FOLDER.parents[1]
     if (checkout / "constraints-common.txt").is_file():
         # Without the torch of constraints.txt, because the environments of some devices have another torch.
         return f'{install} -c "{checkout}/constraints-common.txt" -e "{checkout}[{extra}]"'
-    return f'{install} "lockstep-rl[{extra}]"'
+    # Not the name of this package: a wheel can come from elsewhere than the package index.
+    return " ".join([install, *(f"'{package}'" for package in _packages_of(extra))])
+
+
+def _packages_of(extra: str) -> list[str]:
+    """Returns the requirements of an extra, without the condition that names the extra."""
+    from importlib import metadata  # only for this error: the import takes longer than all of this module
+
+    try:
+        lines = metadata.requires("lockstep-rl") or []
+    except metadata.PackageNotFoundError:  # a copy of the sources on PYTHONPATH
+        return [f"lockstep-rl[{extra}]"]
+    condition = re.compile(rf"""( and )?extra == ["']{extra}["']""")
+    parts = [line.partition(";") for line in lines]
+    kept = [(name.strip(), condition.sub("", marker).strip()) for name, _, marker in parts if condition.search(marker)]
+    return [f"{name}; {marker}" if marker else name for name, marker in kept]
 
 
 def first_line(error: BaseException) -> str:

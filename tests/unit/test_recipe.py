@@ -297,6 +297,23 @@ def test_a_wrong_value_shows_an_example(base: str) -> None:
     load_recipe(base, [problem.remedy.removeprefix("for example ")])
 
 
+@pytest.mark.parametrize(
+    ("words", "where", "remedy"),
+    [
+        (["run.steps=-3"], "run.steps", "set run.steps to 1 or more"),
+        (
+            ["run.steps=5", "optim.warmup=5"],
+            "optim.warmup",
+            "set optim.warmup to fewer steps or to a fraction such as 0.1, or raise run.steps",
+        ),
+    ],
+)
+def test_a_number_out_of_bounds_has_a_remedy(words: list[str], where: str, remedy: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        load_recipe("sft-arithmetic", words)
+    assert [(problem.where, problem.remedy) for problem in caught.value.problems] == [(where, remedy)]
+
+
 def test_names_of_other_trainers_lead_to_keys_that_exist(tmp_path: Path) -> None:
     known = described_keys()
     assert [name for name in OTHER_TRAINERS.values() if re.split(r"[ ,]", name)[0] not in known] == []

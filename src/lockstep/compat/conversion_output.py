@@ -115,6 +115,10 @@ def recipe_values(done: Conversion) -> dict[str, Any]:
     return values
 
 
+# Problems of a single value. Their remedies name the key of the recipe, but the value comes from the other trainer.
+_VALUE_PROBLEMS = ("invalid-value", "no-steps-left", "out-of-range")
+
+
 def checked(done: Conversion) -> Recipe:
     """Returns the validated recipe. The problems of a `Refusal` also name the keys of the other trainer."""
     problems = list(done.problems)
@@ -130,7 +134,9 @@ def _with_sources(problem: Problem, done: Conversion) -> Problem:
     near = [key for key in done.recipe if key == problem.where or problem.where.startswith(key + ".")]
     sources = [done.named(name) for key in near[:1] for name in done.recipe[key].sources if done.is_set(name)]
     origin = f" (from {', '.join(sources)})" if sources else ""
-    remedy = problem.remedy or (f"change {sources[0].split(': ')[-1]}" if sources else "")
+    remedy = problem.remedy
+    if sources and (not remedy or problem.code in _VALUE_PROBLEMS):
+        remedy = f"change {sources[0].split(': ')[-1]}"
     return Problem(problem.where + origin, problem.why, remedy, code=problem.code)
 
 

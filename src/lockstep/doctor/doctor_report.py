@@ -84,11 +84,13 @@ class Fact:
     value: str | None
     findings: tuple[Diagnosis, ...] = ()
     missing: str = ""
-    """What an absent engine lacks, and how to install it. Empty for other facts."""
+    """What an absent engine lacks, and the command that installs it. Empty for other facts."""
+    short: str = ""
+    """The same without the command, which is too long for a line."""
 
     @property
     def shown(self) -> str:
-        return self.value or (f"absent: {self.missing}" if self.missing else "absent")
+        return self.value or (f"absent: {self.short}" if self.short else "absent")
 
     @property
     def verdict(self) -> Verdict:
@@ -103,7 +105,7 @@ class Fact:
 def make_rows(facts: MachineFacts, device: str, findings: Sequence[Diagnosis]) -> list[Fact]:
     rows = [Fact(group, name, value) for group, name, value in _entries(facts, device)]
     rows += [
-        Fact("engines", f"engine {engine.name}", engine.found, missing=engine.explanation())
+        Fact("engines", f"engine {engine.name}", engine.found, missing=engine.explanation(), short=engine.short())
         for engine in engines_here(facts.packages, device)
     ]
     named = {row.name for row in rows}

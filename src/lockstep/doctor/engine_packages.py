@@ -28,12 +28,16 @@ class EngineHere:
     missing: str = ""
     install: str = ""
 
+    def short(self) -> str:
+        """Returns which packages are missing, and the page that says how to install them."""
+        return f"{self.missing} (lockstep help engines)" if self.install else self.missing
+
     def explanation(self) -> str:
         """Returns which packages are missing, and how to install them."""
         if not self.install:
             return self.missing
         how = "to install it in a separate environment (it pins its torch version) for rollout.server.python"
-        return f"{self.missing}; {how}: {self.install}"
+        return f"{self.missing} in this environment; {how}: {self.install}"
 
 
 def engines_here(packages: Mapping[str, str], device: str) -> Iterator[EngineHere]:
@@ -55,7 +59,7 @@ def _served(name: str, packages: Mapping[str, str], device: str) -> EngineHere:
     if serving.unusable is not None:
         return EngineHere(name, None, serving.unusable)
     absent = [one for one in wanted[0] if one not in packages]
-    return EngineHere(name, None, f"no {' and no '.join(absent)} in this environment", serving.install)
+    return EngineHere(name, None, f"no {' and no '.join(absent)}", serving.install)
 
 
 def packages_in(machine: Machine, python: str) -> dict[str, str]:

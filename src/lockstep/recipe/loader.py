@@ -351,7 +351,7 @@ def _problem(error: Any) -> Problem:
             key, f"must be a group of keys (given: {error['input']!r})", f"write {key}.NAME=VALUE", code="not-a-group"
         )
     reason = invalid_reason(error)
-    remedy = _example(loc)
+    remedy = _example(loc) or _within_bound(key, error)
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         near = difflib.get_close_matches(error["input"], choices, n=1)
@@ -372,6 +372,21 @@ def _example(loc: tuple[int | str, ...]) -> str:
         if isinstance(default, int | float | str):
             return f"for example {'.'.join(map(str, loc))}={yaml.safe_dump(default).split()[0]}"
     return ""
+
+
+# What to set a key to, by the type of pydantic's error; the error's `ctx` fills the braces.
+_BOUNDS = {
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "{le:g} or less",
+}
+
+
+def _within_bound(key: str, error: Any) -> str:
+    """Returns the remedy for a number that is out of bounds, if the key has no default that could be the example."""
+    bound = _BOUNDS.get(error["type"])
+    return f"set {key} to {bound.format(**error['ctx'])}" if bound else ""
 
 
 def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:

@@ -25,6 +25,7 @@ def optim_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "optim.warmup",
             f"all {run.steps} steps of the run would be warm-up steps, because optim.warmup is {optim.warmup}",
+            "set optim.warmup to fewer steps or to a fraction such as 0.1, or raise run.steps",
             code="no-steps-left",
         )
     if not all(0 <= beta < 1 for beta in optim.betas):
