@@ -5,11 +5,12 @@
 
 Both sides play the same class (`waiting_tool.py`): TRL as `environment_factory`, lockstep as `rollout.environment`.
 Model, chat template, rows, tool times, turns and the number of trajectories at once are the same. The model is the tiny
-one with weights that always write the same turn of 64 tokens, which ends with a tool call; both sides take the most
+one with weights that always write the same turn, which ends with a tool call; both sides take the most
 likely token (`top_k=1`), and the parser of each side reads the call. Ids and calls are compared: if a trajectory has
 other ids on one side, or another number of calls, the program stops.
 
-The time is that of all trajectories of a step with their rewards, without the update. The tool is `async`. Each pass
+The time is that of all trajectories of a step with their rewards, without the update; that of the CPU is of this
+process, without the processes that run lockstep's environments. The tool is `async`. Each pass
 runs once with the drawn times and once with a tool that returns at once, which shows the engines alone. `tools in turn`
 is the sum of all tool times, and `slowest of rounds` the sum of the slowest tool of each round.
 """
@@ -25,7 +26,6 @@ import random
 import statistics
 import string
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +48,10 @@ from lockstep.run.console import Console
 from lockstep.train.online import open_online
 from online_work import settle, temporary_folder
 from report import machine, write_record
+from sides import Seconds, Stopwatch
 from waiting_tool import Waiting
 
-# A turn is all of these characters, a call of the tool, which is one token, and the end token.
+# A turn is the first of these characters, a call of the tool, which is one token, and the end token.
 TEXT = string.ascii_letters + string.digits
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
 # TRL needs at least two samples of a row, which share its tool times.
@@ -85,7 +86,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Played:
-    seconds: float
+    seconds: Seconds
     ids: Ids
     """The tokens of each trajectory after its prompt, observations included."""
     trained: int
@@ -122,13 +123,14 @@ class Ours:
             "algorithm": {"kl": {"where": "none"}},
         }
         recipe = with_derived_defaults(Recipe.model_validate(with_method_defaults(values)))
+        self.device = work.device
         self.open = ExitStack()
         self.online = self.open.enter_context(open_online(recipe, Console.silent()))
 
     def play(self) -> Played:
-        start = time.perf_counter()
+        watch = Stopwatch(self.device)
         rollouts = self.online.take_rollouts()
-        seconds = time.perf_counter() - start
+        seconds = watch.read()
         found = rollouts.experience.rollouts
         sampled = sum(turn.stop - turn.start for one in found for turn in one.trajectory.turns)
         calls = sum(one.score.total for one in found) / len(found)
@@ -179,11 +181,11 @@ class Trl:
         """As many trajectories at once as lockstep has slots."""
         self.calls, self.ids, self.trained = [], [], 0
         inputs = [dict(row) for row in self.rows for _ in range(SAMPLES)]
-        start = time.perf_counter()
+        watch = Stopwatch(self.work.device)
         for first in range(0, len(inputs), self.work.slots):
             self.trainer._generate_and_score_completions(inputs[first : first + self.work.slots])
             self.calls += [environment.get_reward() for environment in self.trainer.environments]
-        seconds = time.perf_counter() - start
+        seconds = watch.read()
         return Played(seconds, self.ids, self.trained, sum(self.calls) / len(self.calls))
 
     def _observe(self) -> None:
@@ -214,7 +216,7 @@ def main() -> None:
     print("  ".join(f"{name} {value}" for name, value in record["machine"].items()))
     with temporary_folder() as folder, ExitStack() as opened:
         work = make_work(Path(folder), args, device)
-        write_caller(work.folder / "model", args.seed)
+        write_caller(work.folder / "model", args.turn_tokens - 2, args.seed)
         record["tools"] = tool_times(work, args.tool_scale)
         print("  ".join(f"{name} {value:.2f} s" for name, value in record["tools"].items()))
         for case, scale in {"slow tool": args.tool_scale, "tool at once": 0.0}.items():
@@ -227,9 +229,11 @@ def main() -> None:
                 played = {name: side.play() for name, side in sides.items()}
                 alike(work, played)
                 for name, one in played.items():
-                    speed = one.trained / one.seconds
-                    found[name].append({"seconds": one.seconds, "tokens": one.trained, "tokens_per_second": speed})
-                    print(f"{case:>14} {name:>9}: {one.seconds:7.2f} s, {speed:7,.0f} tokens/s", flush=True)
+                    wall, cpu = one.seconds
+                    speed = one.trained / wall
+                    took = {"seconds": wall, "cpu_seconds": cpu, "tokens": one.trained, "tokens_per_second": speed}
+                    found[name].append(took)
+                    print(f"{case:>14} {name:>9}: {wall:7.2f} s ({cpu:.2f} s CPU), {speed:7,.0f} tokens/s", flush=True)
                 if args.out:
                     write_record(record, args.out)
             summarize(case, found)
@@ -251,8 +255,8 @@ def make_work(folder: Path, args: argparse.Namespace, device: Device) -> Work:
 
 
 @torch.no_grad()
-def write_caller(folder: Path, seed: int) -> None:
-    """Writes the tiny model with weights that write the turn `TEXT`, `CALL`, end, each token after the one before it.
+def write_caller(folder: Path, characters: int, seed: int) -> None:
+    """Writes the tiny model with weights that write the turn: `TEXT`, `CALL`, end, each token after the one before it.
 
     The layers add nothing to the embedding of a token, and the head gives the highest score to the token that follows.
     They are computed all the same.
@@ -269,7 +273,7 @@ def write_caller(folder: Path, seed: int) -> None:
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    turn = tokenizer("\n" + TEXT + CALL, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    turn = tokenizer("\n" + TEXT[:characters] + CALL, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     if len(set(turn)) != len(turn):
         raise SystemExit("a token occurs twice in a turn")
     embedding = torch.randn(model.get_input_embeddings().weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -324,6 +328,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--slots", type=int, default=64, help="trajectories at once")
+    parser.add_argument("--turn-tokens", type=int, default=64, help="tokens of a turn, 3 to 64")
     parser.add_argument("--max-tokens", type=int, default=1200, help="tokens of a trajectory after its prompt")
     parser.add_argument("--tool-seconds", type=float, nargs=2, default=(0.05, 5.0))
     parser.add_argument("--tool-scale", type=float, default=1.0)
