@@ -188,6 +188,12 @@ def main() -> None:
     ways |= {"no reuse": (False, False)} if args.no_reuse else {}
     ways |= {"rounds": (True, True)} if args.rounds else {}
     found = record["ways"]
+
+    def keep() -> None:
+        """Writes the record so far, so that a stopped run loses only the way that it measured."""
+        if args.out:
+            write_record(record, args.out)
+
     # Compiles kernels and records graphs, with the same sizes of everything. The tools return at once.
     at_once = [Trajectory(one.prompt, [8] * args.turns, one.observations, [0.0] * args.turns) for one in work]
     warm = Source(engine, at_once)
@@ -202,12 +208,12 @@ def main() -> None:
             result |= {"computed_per_new_prompt_token": counts.computed / new, "evicted": counts.evicted}
             result |= {"waited_seconds": source.waited, "preempted": engine.preempted}
             found.setdefault(name, []).append(result)
+            keep()
         found.setdefault("one turn", []).append(
             measured("one turn", device, lambda: in_one_turn(engine, work, sampling), tokens)
         )
         report(found, work, repeat)
-    if args.out:
-        write_record(record, args.out)
+        keep()
 
 
 def report(found: dict[str, list[dict[str, float]]], work: Sequence[Trajectory], repeat: int) -> None:

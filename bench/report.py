@@ -36,9 +36,12 @@ def machine(device: Device) -> dict[str, Any]:
 
 
 def write_record(record: dict[str, Any], out: str) -> None:
-    """The record as a JSON file, with the load that the machine ended with."""
+    """The record as a JSON file, with the load that the machine ended with. A stopped program leaves the last whole
+    one."""
     record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
-    Path(out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part = Path(f"{out}.part")
+    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part.replace(out)
     print(f"written to {out}")
 
 

@@ -330,7 +330,8 @@ def describe_error(error: BaseException, path: str) -> str:
         last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
     except BaseException:  # noqa: BLE001 - the __str__ of a user exception may fail
         last = type(error).__name__
-    return last + source_line(error, path)
+    # A message may have lone surrogates, for example in the name of a file.
+    return last.encode(errors="backslashreplace").decode() + source_line(error, path)
 
 
 def source_line(error: BaseException, path: str) -> str:

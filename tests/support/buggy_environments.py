@@ -20,6 +20,9 @@ FOREVER = 10_000
 HUGE = 2**24 + 99  # over the largest answer of a host
 
 
+HALF = "\udcff"  # a lone surrogate, which Python reads from the name of a file that is not UTF-8
+
+
 class BugError(Exception):
     pass
 
@@ -30,6 +33,19 @@ def raises(value: Any) -> Any:
 
 def raises_much(value: Any) -> Any:
     raise BugError("x" * HUGE)
+
+
+def raises_half(value: Any) -> Any:
+    raise BugError(f"the file {HALF} is missing")
+
+
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise BugError("no words")
+
+
+def raises_wordless(value: Any) -> Any:
+    raise WordlessError
 
 
 def exits(value: Any) -> Any:
@@ -71,6 +87,16 @@ def huge(value: Any) -> Any:
     return {"x" * HUGE: 1.0} if isinstance(value, float) else [0.0] * 2**20
 
 
+def half(value: Any) -> Any:
+    """Returns half of a character."""
+    messages = [{"role": "user", "content": HALF}]
+    if isinstance(value, Turn):
+        return Turn(messages)
+    if isinstance(value, Start):
+        return Start(messages)
+    return {"a": HALF} if isinstance(value, dict) else {HALF: 1.0} if isinstance(value, float) else HALF
+
+
 class Endless(Sequence):  # type: ignore[type-arg]
     """A list without an end."""
 
@@ -92,6 +118,8 @@ def endless(value: Any) -> Any:
 BUGS = {
     "raises": raises,
     "raises much": raises_much,
+    "raises half": raises_half,
+    "raises wordless": raises_wordless,
     "exits": exits,
     "hangs": hangs,
     "spins": spins,
@@ -99,6 +127,7 @@ BUGS = {
     "nan": nan,
     "huge": huge,
     "endless": endless,
+    "half": half,
 }
 METHODS = ("__init__", "reset", "step", "info", "score", "close", "score_group")
 

@@ -78,7 +78,7 @@ def buggy(folder: Path, name: str, cases: list[tuple[str, str]], **keys: Any) ->
 def check(name: str, case: tuple[str, str], made: Completion) -> None:
     """A bug fails the trajectory; the reason names the environment and the method."""
     method, how = case
-    if method == "close" and how in ("wrong", "nan", "huge", "endless"):
+    if method == "close" and how in ("wrong", "nan", "huge", "endless", "half"):
         assert made.failure == "", case  # the value is not used, and what the method prints is cut
         return
     assert f"{FILE}:{name}: " in made.failure, case
@@ -190,8 +190,9 @@ def test_a_bug_in_a_tool_is_a_message_to_the_model(tiny_folder: Path, name: str)
         assert one.failure == "", how
         assert one.trajectory is not None
         (result,) = (message["content"] for message in one.trajectory.messages if message["role"] == "tool")
-        assert result.startswith("error: ") == (how in ("raises", "raises much", "exits")), (how, result[:99])
+        assert result.startswith("error: ") == (how.startswith("raises") or how == "exits"), (how, result[:99])
         assert len(result) < 10_000
+        assert result.isprintable() or how != "half"
 
 
 @pytest.mark.slow

@@ -121,6 +121,8 @@ def as_line(call: int, fields: dict[str, Any]) -> bytes:
     """Encodes an answer as a line. Raises ValueError if a value is not JSON, or if the answer is too long."""
     try:
         line = json.dumps({"call": call, **fields}, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        raise ValueError("returned text with half of a character (a lone surrogate)") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"returned a value that is not JSON: {error}") from None
     if len(line) > LONGEST_LINE:
@@ -303,7 +305,7 @@ class HostProcess:
         try:
             line = as_line(number, fields)
         except ValueError as error:
-            line = as_line(number, {"raised": str(error), "code": "invalid-return"})
+            line = as_line(number, {"raised": f"{_method.get()} {error}".strip(), "code": "invalid-return"})
         self._connection.sendall(line)
 
 

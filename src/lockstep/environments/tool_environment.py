@@ -141,7 +141,7 @@ class ToolEnvironment:
         try:
             content = await asyncio.wait_for(tool.call(dict(call.arguments)), self._timeout)
         except InvalidArguments as error:
-            return f"error: {error}", False
+            return whole_characters(f"error: {error}"), False
         except ToolFailed as error:
             return self._shortened(str(error)), True
         except ToolServerLost:
@@ -151,13 +151,26 @@ class ToolEnvironment:
         except SandboxFailed:
             raise  # the model is not the reason
         except ToolExit as error:
-            return f"error: {error}"[:LONGEST_WHY], True
+            return whole_characters(f"error: {error}")[:LONGEST_WHY], True
         except Exception as error:  # noqa: BLE001 - whatever a tool raises is a message to the model
-            return f"error: {type(error).__name__}: {error}"[:LONGEST_WHY], True
+            return _error_text(error), True
         return with_texts(content, self._shortened), False
 
     def _shortened(self, text: str) -> str:
-        return shortened(text, self._result_chars, self._truncation)
+        return shortened(whole_characters(text), self._result_chars, self._truncation)
+
+
+def whole_characters(text: str) -> str:
+    """Returns the text with U+FFFD in place of lone surrogates, which no tokenizer takes. Tools return them for file
+    names and JSON texts that are not valid."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _error_text(error: Exception) -> str:
+    try:
+        return whole_characters(f"error: {type(error).__name__}: {error}"[:LONGEST_WHY])
+    except Exception:  # noqa: BLE001 - the __str__ of a user exception may fail
+        return f"error: {type(error).__name__}"
 
 
 def shortened(text: str, most: int, truncation: str = "middle") -> str:
