@@ -190,23 +190,27 @@ def alone(folder: Path, recipe: Path) -> dict[str, Any]:
 
 
 def against_plan(plan: MemoryPlan, trained: dict[str, Any]) -> dict[str, Any]:
-    """The largest measured memory of any rank and any command, beside the plan."""
-    measured: dict[str, int] = {}
-    for command in ("command_1", "command_2"):
-        for rank in trained[command]["peak_bytes_of_ranks"]:
-            for phase, size in rank.items():
-                measured[phase] = max(measured.get(phase, 0), size)
+    """The measured memory of each rank, the larger one of both commands, beside the plan."""
+    commands = [trained[name]["peak_bytes_of_ranks"] for name in ("command_1", "command_2")]
+    measured = {
+        phase: [max(told[phase] for told in rank) for rank in zip(*commands, strict=True)]
+        for phase in ("load", "update", "save")
+    }
     planned = {phase.name: phase.total for phase in plan.phases}
     load = planned.pop("load")
     # An update has the phases forward and backward, and the optimizer step.
     planned.pop("validation")
-    update = max(planned.values())
     return {
         "weights_of_all_bytes": plan.weight_bytes,
-        "load": {"measured": measured["load"], "planned": load, "ratio": measured["load"] / load},
-        "update": {"measured": measured["update"], "planned": update, "ratio": measured["update"] / update},
-        "save": {"measured": measured["save"]},
+        "load": _beside(measured["load"], load),
+        "update": _beside(measured["update"], max(planned.values())),
+        "save": {"measured": max(measured["save"])},
     }
+
+
+def _beside(measured: list[int], planned: int) -> dict[str, Any]:
+    ratios = [size / planned for size in measured]
+    return {"measured": max(measured), "planned": planned, "ratio": max(ratios), "ratio_of_ranks": ratios}
 
 
 def main() -> None:
