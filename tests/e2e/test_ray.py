@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from conftest import write_online_recipe, write_sft_recipe
 from hang import HANG, wait_until
 from kills import lines
 from ranks import assert_none_left, ranks_of
-from ray_clusters import patient, ports, ray_cluster
+from ray_clusters import addressed_cluster, bearers, patient, ports, ray_cluster
 from runs import close, difference, facts, stored
 from struck import struck
 
@@ -36,10 +35,8 @@ RAY = [
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head and a node, each with one processor."""
-    with ray_cluster({"num_cpus": 1}, {"num_cpus": 1}) as found:
-        os.environ["RAY_ADDRESS"] = found.address
+    with addressed_cluster({"num_cpus": 1}, {"num_cpus": 1}) as found:
         yield found
-        del os.environ["RAY_ADDRESS"]
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +84,6 @@ def begun(words: list[str], **environment: str) -> subprocess.Popen[str]:
 def wait_for(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
     wait_until(lambda: moment() or process.poll() is not None)
     assert process.poll() is None, process.communicate()[0]
-
-
-def bearers(variables: dict[str, str]) -> set[int]:
-    """Living processes that were given these."""
-    wanted, found = {f"{name}={value}" for name, value in variables.items()}, set()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it ended while it was looked at
-            if wanted <= set(environ.read_text(errors="replace").split("\0")):
-                found.add(int(environ.parent.name))
-    return found
 
 
 def test_two_actors_train_what_one_process_does(whole: Path, recipe: Path) -> None:
@@ -189,7 +176,7 @@ def test_a_killed_driver_leaves_no_process(own: bool, cluster: Any, recipe: Path
             niceness = {os.getpriority(os.PRIO_PROCESS, rank) for rank in ranks_of(runs).values()}
             assert niceness == {os.getpriority(os.PRIO_PROCESS, 0)}
         # The ranks are told the mark on any cluster; so is all of a cluster that the driver starts.
-        assert {process.pid, *ranks_of(runs).values()} <= bearers(mark)
+        assert {process.pid, *ranks_of(runs).values()} <= bearers(mark).keys()
         assert len(ranks_of(runs)) == 2
     finally:
         process.kill()

@@ -10,7 +10,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from commands import cold_lockstep
 from conftest import write_online_recipe
 from hang import HANG, wait_until
 from kills import lines
-from ray_clusters import ray_cluster
+from ray_clusters import addressed_cluster, bearers
 from runs import difference, facts
 from sglang_server import write_package
 
@@ -40,10 +39,8 @@ RAY = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with ray_cluster({"num_cpus": 1}, {"num_cpus": 4}) as found:
-        os.environ["RAY_ADDRESS"] = found.address
+    with addressed_cluster({"num_cpus": 1}, {"num_cpus": 4}) as found:
         yield found
-        del os.environ["RAY_ADDRESS"]
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +65,11 @@ def whole(recipe: Path) -> Path:
 
 def engines(mark: str) -> dict[int, list[str]]:
     """The command lines of the engines of a run, by process."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended while it was looked at
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            marked = f"LOCKSTEP_TEST={mark}" in (folder / "environ").read_text(errors="replace").split("\0")
-            if marked and "sglang.launch_server" in words:
-                found[int(folder.name)] = words
-    return found
+    return bearers({"LOCKSTEP_TEST": mark}, "sglang.launch_server")
 
 
 def parent(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def marked(mark: str) -> set[int]:
-    found = set()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if f"LOCKSTEP_TEST={mark}" in environ.read_text(errors="replace").split("\0"):
-                found.add(int(environ.parent.name))
-    return found
 
 
 def begun(recipe: Path, name: str, mark: str, log: Path) -> subprocess.Popen[bytes]:
@@ -130,7 +111,7 @@ def test_engines_on_another_node_generate_the_same_and_a_lost_actor_is_restarted
     assert logs == ["sglang_0.log", "sglang_1.log"]
     starts = [(run / "rollout" / name).read_text().count("started at") for name in logs]
     assert sorted(starts) == [1, 2], told
-    wait_until(lambda: not marked(mark))
+    wait_until(lambda: not bearers({"LOCKSTEP_TEST": mark}))
 
 
 def test_a_killed_driver_leaves_no_engine_and_the_same_command_goes_on(
@@ -145,7 +126,7 @@ def test_a_killed_driver_leaves_no_engine_and_the_same_command_goes_on(
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: not marked(mark))
+    wait_until(lambda: not bearers({"LOCKSTEP_TEST": mark}))
     assert len(facts(run)) < STEPS
     process = begun(recipe, "again", mark, log)
     assert process.wait(timeout=HANG) == 0, log.read_text()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,3 +68,24 @@ def ray_cluster(head: dict[str, Any], *nodes: dict[str, Any]) -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+@contextmanager
+def addressed_cluster(head: dict[str, Any], *nodes: dict[str, Any]) -> Iterator[Any]:
+    """A cluster that the commands of the tests find by `RAY_ADDRESS`."""
+    with ray_cluster(head, *nodes) as found:
+        os.environ["RAY_ADDRESS"] = found.address
+        yield found
+        del os.environ["RAY_ADDRESS"]
+
+
+def bearers(variables: dict[str, str], *words: str) -> dict[int, list[str]]:
+    """The command lines of living processes that were given these variables, and have these words, by process."""
+    wanted, found = {f"{name}={value}" for name, value in variables.items()}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended while it was looked at
+            command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            given = (folder / "environ").read_text(errors="replace").split("\0")
+            if wanted <= set(given) and set(words) <= set(command):
+                found[int(folder.name)] = command
+    return found
