@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from lockstep.model.weights import biases_and_norms
+from lockstep.parallel.sharding import total_norm
 from lockstep.parity.replay.optimizer_checks import formula_error
 from lockstep.recipe.keys_optim import Optim
 from lockstep.run.checkpoint import State
@@ -277,3 +278,15 @@ def test_loss_scale():
     for _ in range(LossScale.GROWTH_INTERVAL):
         scale.update(overflowed=False)
     assert scale.value == 8.0
+
+
+def test_the_gradient_norm_of_large_tensors_is_exact_on_a_cpu() -> None:
+    """A few large numbers come first: a sum in fp32 then loses the small ones."""
+    large = torch.cat([torch.full((1000,), 0.3), torch.full((2**22,), 1e-3)])
+    small = torch.full((100,), 0.01)
+    wanted = math.sqrt(1000 * 0.3**2 + 2**22 * 1e-6 + 100 * 1e-4)
+    assert total_norm([large, small]).item() == pytest.approx(wanted, rel=1e-6)
+    assert total_norm([large]).item() == pytest.approx(math.sqrt(1000 * 0.3**2 + 2**22 * 1e-6), rel=1e-6)
+    assert total_norm([]).item() == 0
+    empty = torch.zeros(0)
+    assert total_norm([small, empty]).item() == pytest.approx(0.1, rel=1e-6)

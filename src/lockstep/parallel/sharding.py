@@ -158,21 +158,41 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns the norm over all elements of all tensors, each counted once. If tensors are sharded, all ranks must call
     this function."""
     groups = by_mesh(tensors)
-    if len(groups) <= 1:
+    if not groups or (len(groups) == 1 and not any(map(_is_large, groups[0]))):
         return whole(torch.nn.utils.get_total_norm(groups[0] if groups else []))
     return torch.linalg.vector_norm(torch.stack([_norm(group) for group in groups]))
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Returns the norm of tensors of one mesh. The squared norms of the ranks' shards are summed over the mesh."""
-    norm = torch.nn.utils.get_total_norm([one.to_local() if is_sliced(one) else one for one in tensors])
-    first = tensors[0]
+    parts = [(one.to_local() if is_sliced(one) else one, _is_large(one)) for one in tensors]
+    norms = [_large_norm(part) for part, large in parts if large]
+    if small := [part for part, large in parts if not large]:
+        norms += torch._foreach_norm(small)
+    norm, first = torch.linalg.vector_norm(torch.stack(norms)), tensors[0]
     if is_sliced(first):
         square = norm.square()
         for dimension in _sliced_along(first):
             dist.all_reduce(square, group=first.device_mesh.get_group(dimension))
         norm = square.sqrt()
     return norm
+
+
+# On a CPU, torch sums the squares of a tensor in fp32 one after the other: the norm of 20 million elements is up to 0.5
+# % too small. Tensors with more than LARGE elements are summed in parts of PART elements, and the parts in fp64.
+LARGE, PART = 2**17, 1024
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    """Shards of a tensor have different sizes, but all ranks must decide alike: the whole tensor counts."""
+    return tensor.device.type == "cpu" and tensor.numel() > LARGE
+
+
+def _large_norm(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    even = len(flat) // PART * PART
+    parts = [torch.linalg.vector_norm(flat[:even].view(-1, PART), dim=1), flat[even:]]
+    return torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64).float()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
