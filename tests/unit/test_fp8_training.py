@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import Qwen2Config
 
 from lockstep.data.batching import micro_batch, to_device
-from lockstep.kernels.quantized.fp8_linear import Fp8Forward, fp8_codes, fp8_linear, power_scale
+from lockstep.kernels.quantized.fp8_linear import Fp8Forward, _LastInput, fp8_codes, fp8_linear, power_scale
 from lockstep.model.load import load_policy
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import with_method_defaults
@@ -116,6 +117,27 @@ def test_layers_with_the_same_input_quantise_it_once(monkeypatch: pytest.MonkeyP
     assert torch.equal(fp8_linear(x, weights[0], None), 2 * alone[0])
     assert torch.equal(fp8_linear(x.clone(), weights[0], None), 2 * alone[0])
     assert sizes.count(7) == 3
+
+
+def test_threads_do_not_share_the_codes_of_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread quantises its input, another thread computes a layer and so replaces the last input."""
+    x, other, weight = torch.randn(7, 32), torch.randn(7, 32), torch.randn(16, 32)
+    expected = fp8_linear(x.clone(), weight, None)
+    threads = [Thread(target=fp8_linear, args=(other, weight, None))]
+
+    class Replaced(_LastInput):
+        """Another thread runs after each assignment."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if value is not None and threads:
+                thread = threads.pop()
+                thread.start()
+                thread.join()
+
+    monkeypatch.setattr("lockstep.kernels.quantized.fp8_linear._LAST_INPUT", Replaced())
+    assert torch.equal(fp8_linear(x, weight, None), expected)
+    assert not threads
 
 
 def test_codes_of_a_matrix_of_zeros_are_zeros() -> None:

@@ -101,9 +101,10 @@ class _LastInput:
         self.of: tuple[weakref.ref[torch.Tensor], int, Codes] | None = None
 
     def codes(self, x: torch.Tensor) -> Codes:
-        if self.of is None or self.of[0]() is not x or self.of[1] != x._version:
-            self.of = weakref.ref(x), x._version, fp8_codes(x.detach().reshape(-1, x.shape[-1]))
-        return self.of[2]
+        last = self.of  # read once: another thread may replace it
+        if last is None or last[0]() is not x or last[1] != x._version:
+            self.of = last = weakref.ref(x), x._version, fp8_codes(x.detach().reshape(-1, x.shape[-1]))
+        return last[2]
 
 
 _LAST_INPUT = _LastInput()
