@@ -170,7 +170,9 @@ def side_recipe(recipe: Mapping[str, Any], row: EvidenceRow, side: Side, dtype: 
     own = _merged(_merged({"device": side.device, "model": {"dtype": dtype}}, side.keys), {})
     # vLLM serves no model on a plain CPU installation: there the row's other side is the built-in engine.
     if row.engine != "native" and side.device != "cpu":
-        own = _merged(own, {"rollout": {"engine": row.engine}})
+        # The model is small, and the trainer has the same device.
+        served = {"engine": row.engine, "server": {"args": ["--gpu-memory-utilization", "0.2"]}}
+        own = _merged(own, {"rollout": served})
     if row.ring and processes > 1:
         own = _merged(own, {"parallel": {"context_parallel": processes, "context_layout": "zigzag"}})
     return _merged(recipe, own)

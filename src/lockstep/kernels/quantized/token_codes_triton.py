@@ -16,9 +16,12 @@ INNER = 128
 
 
 @triton.jit
-def _fp8_bits(value):  # type: ignore[no-untyped-def]
-    """The bytes of float8_e4m3fn numbers of at most 448, rounded half to even. Integer arithmetic needs no fp8
-    instructions, and Triton's interpreter does not round up to the next power of two."""
+def _fp8_bits(value, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bytes of float8_e4m3fn numbers of at most 448, rounded half to even. `NATIVE`: the device has an instruction
+    for it. Integer arithmetic needs no such instruction, and Triton's interpreter does not round up to the next power
+    of two."""
+    if NATIVE:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # Three bits of the mantissa stay. The exponent has the bias 7 instead of 127.
@@ -40,7 +43,7 @@ def _power_factor(largest, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):  # ty
 @triton.jit
 def _codes(  # type: ignore[no-untyped-def]
     x, codes, scales, columns, row_stride, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, INT8: tl.constexpr,
-    POWER: tl.constexpr, TILE: tl.constexpr,
+    POWER: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Each program quantises one row: first its largest magnitude, then its codes."""
     row = tl.program_id(0).to(tl.int64)
@@ -72,14 +75,15 @@ def _codes(  # type: ignore[no-untyped-def]
                 value = part * factor
             else:
                 value = tl.div_rn(part, tl.zeros_like(part) + scale)
-            code = _fp8_bits(tl.minimum(tl.maximum(value, -LARGEST), LARGEST))
+            code = _fp8_bits(tl.minimum(tl.maximum(value, -LARGEST), LARGEST), NATIVE)
         tl.store(codes + row * columns + at, code, mask=at < columns)
 
 
 @triton.jit
 def _transposed(  # type: ignore[no-untyped-def]
-    x, codes, largest, rows, columns, row_stride, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, SIZE: tl.constexpr
-):
+    x, codes, largest, rows, columns, row_stride, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, SIZE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
     """Each program quantises a square of the matrix with one factor for the whole matrix, and stores it transposed."""
     factor = _power_factor(tl.load(largest).to(tl.float32), LARGEST, SMALLEST)
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -88,7 +92,7 @@ def _transposed(  # type: ignore[no-untyped-def]
     part = tl.load(x + row[:, None].to(tl.int64) * row_stride + column[None, :], mask=inside, other=0.0)
     value = tl.minimum(tl.maximum(part.to(tl.float32) * factor, -LARGEST), LARGEST)
     target = codes + column[:, None].to(tl.int64) * rows + row[None, :]
-    tl.store(target, tl.trans(_fp8_bits(value)), mask=tl.trans(inside))
+    tl.store(target, tl.trans(_fp8_bits(value, NATIVE)), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -123,6 +127,11 @@ def _int8_product(  # type: ignore[no-untyped-def]
     places = row.to(tl.int64)[:, None] * outputs + column[None, :]
     inside = (row < rows)[:, None] & (column < outputs)[None, :]
     tl.store(out + places, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+def _native(x: torch.Tensor) -> bool:
+    """Returns whether the device converts to fp8 by an instruction."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def int8_product_fits(codes_TK: torch.Tensor, codes_NK: torch.Tensor) -> bool:
@@ -160,8 +169,8 @@ def token_codes_triton(
         int8 = dtype is torch.int8
         # A fused multiply-add would round the product and the sum together, so ties would get other codes.
         _codes[(rows,)](
-            x_TK, bits, scales, columns, x_TK.stride(0), largest, smallest, int8, power, tile, num_warps=4,
-            enable_fp_fusion=False,
+            x_TK, bits, scales, columns, x_TK.stride(0), largest, smallest, int8, power, tile, _native(x_TK),
+            num_warps=4 if columns <= 1024 else 8, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
 
@@ -175,5 +184,7 @@ def transposed_codes_triton(x_NK: torch.Tensor, largest: float, smallest: float)
     found = torch.linalg.vector_norm(x_NK, float("inf"))  # reads the matrix once, without a copy of magnitudes
     grid = (triton.cdiv(rows, SQUARE), triton.cdiv(columns, SQUARE))
     bits = codes.view(torch.uint8)
-    _transposed[grid](x_NK, bits, found, rows, columns, x_NK.stride(0), largest, smallest, SQUARE, num_warps=4)
+    _transposed[grid](
+        x_NK, bits, found, rows, columns, x_NK.stride(0), largest, smallest, SQUARE, _native(x_NK), num_warps=4
+    )
     return codes, found
