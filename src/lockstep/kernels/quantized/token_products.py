@@ -7,7 +7,6 @@ Tensor names end with their dimensions: T tokens, K inputs, N outputs.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -48,17 +47,29 @@ def quantized_product(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | N
     """Returns `x @ weight.T + bias` in the dtype of `x`, with the rows of `x` quantised to the format of the weight."""
     assert weight.scales is not None
     flat = x.reshape(-1, x.shape[-1])
-    out = PRODUCTS[weight.format](flat, weight.codes, weight.scales)
-    out = out if bias is None else out + bias
+    if weight.format == "fp8":
+        out = fp8_product(flat, weight.codes, weight.scales, bias)
+    else:
+        out = int8_product(flat, weight.codes, weight.scales)
+        out = out if bias is None else out + bias
     return out.reshape(*x.shape[:-1], weight.codes.shape[0])
 
 
-def fp8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor) -> torch.Tensor:
+def fp8_product(
+    x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
     if not scaled_mm_fits(x_TK, codes_NK):
-        return dequantized_product(x_TK, codes_NK, scales_N1, "fp8")
+        out = dequantized_product(x_TK, codes_NK, scales_N1, "fp8")
+        return out if bias_N is None else out + bias_N
     codes_TK, scales_T1 = token_codes(x_TK, "fp8")
     return torch._scaled_mm(
-        codes_TK, codes_NK.t(), scale_a=scales_T1, scale_b=scales_N1.t(), out_dtype=x_TK.dtype, use_fast_accum=True
+        codes_TK,
+        codes_NK.t(),
+        scale_a=scales_T1,
+        scale_b=scales_N1.t(),
+        bias=None if bias_N is None else bias_N.to(x_TK.dtype),
+        out_dtype=x_TK.dtype,
+        use_fast_accum=True,
     )
 
 
@@ -144,7 +155,3 @@ def dequantized_product(
     """The same product without the device's matrix units for eight bits: both matrices are dequantised to fp32."""
     codes_TK, scales_T1 = token_codes(x_TK, format)
     return ((codes_TK.float() @ codes_NK.float().t()) * scales_T1 * scales_N1.t()).to(x_TK.dtype)
-
-
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-PRODUCTS: dict[str, Product] = {"fp8": fp8_product, "int8": int8_product}
