@@ -32,28 +32,28 @@ def power_scale(largest: torch.Tensor) -> torch.Tensor:
     return (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
-def fp8_codes(x: torch.Tensor, *, rowwise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the codes of a matrix, and the factor that restores it: one per row [rows, 1], or one in all [1, 1]."""
-    if rowwise and _has_kernel(x):
+def fp8_codes(x: torch.Tensor) -> Codes:
+    """Returns the codes of a matrix, and the factors that restore its rows [rows, 1]."""
+    if _has_kernel(x):
         from lockstep.kernels.quantized.token_codes_triton import token_codes_triton
 
         return token_codes_triton(x, torch.float8_e4m3fn, LARGEST["fp8"], _SMALLEST, power=True)
-    largest = x.abs().amax(-1, keepdim=True) if rowwise else x.abs().amax().reshape(1, 1)
-    scale = power_scale(largest)
+    scale = power_scale(x.abs().amax(-1, keepdim=True))
     codes = (x.float() * scale).clamp(-LARGEST["fp8"], LARGEST["fp8"]).to(torch.float8_e4m3fn)
     return codes, scale.reciprocal()
 
 
-def fp8_columns(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the codes of the transposed weight [K, N] with one scale, and its factor for each row [K, 1]."""
+def fp8_columns(weight_NK: torch.Tensor, scales_N1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes of the transposed weight [K, N] with one scale, and this scale for each row [K, 1]. `scales_N1`
+    are those of the rows of the weight: the largest one is the scale of the whole weight."""
+    scale = scales_N1.max()
     if _has_kernel(weight_NK):
         from lockstep.kernels.quantized.token_codes_triton import transposed_codes_triton
 
-        codes, largest = transposed_codes_triton(weight_NK, LARGEST["fp8"], _SMALLEST)
-        scale = power_scale(largest.reshape(1, 1)).reciprocal()
+        codes = transposed_codes_triton(weight_NK, scale, LARGEST["fp8"])
     else:
-        codes, scale = fp8_codes(weight_NK, rowwise=False)
-        codes = codes.t().contiguous()
+        codes = (weight_NK.float() * scale.reciprocal()).clamp(-LARGEST["fp8"], LARGEST["fp8"])
+        codes = codes.to(torch.float8_e4m3fn).t().contiguous()
     return codes, scale.expand(weight_NK.shape[1], 1).contiguous()
 
 
@@ -61,36 +61,47 @@ def _has_kernel(x: torch.Tensor) -> bool:
     return x.is_cuda and importlib.util.find_spec("triton") is not None
 
 
-def _product(
-    x: tuple[torch.Tensor, torch.Tensor], weight: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, *, fast: bool
-) -> torch.Tensor:
-    """Multiplies codes [T, K] by codes [N, K] with their factors [T, 1] and [N, 1]."""
+def _product(x: Codes, weight: Codes, like: torch.Tensor, bias_N: torch.Tensor | None, *, fast: bool) -> torch.Tensor:
+    """Multiplies codes [T, K] by codes [N, K] with their factors [T, 1] and [N, 1], and adds the bias."""
     (codes_TK, scales_T1), (codes_NK, scales_N1) = x, weight
     if not scaled_mm_fits(like, codes_NK):
-        return ((codes_TK.float() @ codes_NK.float().t()) * scales_T1 * scales_N1.t()).to(like.dtype)
+        out = ((codes_TK.float() @ codes_NK.float().t()) * scales_T1 * scales_N1.t()).to(like.dtype)
+        return out if bias_N is None else out + bias_N
     return torch._scaled_mm(
-        codes_TK, codes_NK.t(), scale_a=scales_T1, scale_b=scales_N1.t(), out_dtype=like.dtype, use_fast_accum=fast
+        codes_TK,
+        codes_NK.t(),
+        scale_a=scales_T1,
+        scale_b=scales_N1.t(),
+        bias=None if bias_N is None else bias_N.to(like.dtype),
+        out_dtype=like.dtype,
+        use_fast_accum=fast,
     )
 
 
 class Fp8Product(torch.autograd.Function):
-    """`x @ weight.T` for x [T, K]. Only `x` and the weight itself are saved for the backward pass."""
+    """`x @ weight.T + bias` for x [T, K]. The input, the weight itself and the scales of its rows are saved for the
+    backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, codes: Codes | None) -> torch.Tensor:
-        ctx.save_for_backward(x_TK, weight_NK)
-        return _product(codes or fp8_codes(x_TK), fp8_codes(weight_NK), x_TK, fast=True)
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, codes: Codes | None
+    ) -> torch.Tensor:
+        weight = fp8_codes(weight_NK)
+        ctx.save_for_backward(x_TK, weight_NK, weight[1])
+        return _product(codes or fp8_codes(x_TK), weight, x_TK, bias_N, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TK, weight_NK = ctx.saved_tensors
+        x_TK, weight_NK, scales_N1 = ctx.saved_tensors
         grad_TN = grads[0]
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(fp8_codes(grad_TN), fp8_columns(weight_NK), grad_TN, fast=False)
+            grad_x = _product(fp8_codes(grad_TN), fp8_columns(weight_NK, scales_N1), grad_TN, None, fast=False)
         if ctx.needs_input_grad[1]:
             grad_weight = grad_TN.t() @ x_TK
-        return grad_x, grad_weight, None
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_TN.sum(0)
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _LastInput:
@@ -113,8 +124,7 @@ _LAST_INPUT = _LastInput()
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     # Tensors of inference mode do not count their changes.
     codes = None if x.is_inference() else _LAST_INPUT.codes(x)
-    out = Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, codes)
-    out = out if bias is None else out + bias
+    out = Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, bias, codes)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
