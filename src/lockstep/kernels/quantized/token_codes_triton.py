@@ -17,7 +17,7 @@ SQUARE = 64
 FILLING = 132
 
 
-class Tile(NamedTuple):
+class Int8Tile(NamedTuple):
     """Rows, outputs and inputs that a program of the product of int8 matrices reads at once, and how it is launched."""
 
     rows: int
@@ -164,16 +164,16 @@ def int8_product_triton(
     return out
 
 
-def _tile(rows: int, outputs: int, inputs: int) -> Tile:
+def _tile(rows: int, outputs: int, inputs: int) -> Int8Tile:
     """Returns a tile that was among the fastest of 21 on an H200, for the layers of a 7B model and 32 to 8,192 rows.
     Each of them needs 96 KiB of shared memory. A small batch reads the weights once: small tiles fill the device."""
     if rows > 128 and triton.cdiv(rows, 128) * triton.cdiv(outputs, 128) >= FILLING:
-        return Tile(128, 128, 128, 8, 3)
+        return Int8Tile(128, 128, 128, 8, 3)
     if rows > 256:
-        return Tile(64, 128, 128, 4, 4)
+        return Int8Tile(64, 128, 128, 4, 4)
     if rows > 128:
-        return Tile(64, 64, 256, 4, 3) if inputs > 8192 else Tile(64, 64, 128, 4, 4)
-    return Tile(64, 64, 128, 4, 4) if outputs > 8192 else Tile(64, 32, 256, 4, 4)
+        return Int8Tile(64, 64, 256, 4, 3) if inputs > 8192 else Int8Tile(64, 64, 128, 4, 4)
+    return Int8Tile(64, 64, 128, 4, 4) if outputs > 8192 else Int8Tile(64, 32, 256, 4, 4)
 
 
 def token_codes_triton(
