@@ -51,6 +51,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         Npu().use(5)
 
 
+@pytest.mark.slow
 def test_hidden_devices_are_told_by_the_variable_that_torch_npu_reads() -> None:
     assert Npu.visible_variable == "ASCEND_RT_VISIBLE_DEVICES"
     code = "from lockstep.device.npu import Npu; print(Npu().unavailable() or 'available', Npu().count())"

@@ -135,6 +135,7 @@ def test_gradient_scaler_scales(x: torch.Tensor) -> None:
     assert scaled.item() == 65536
 
 
+@pytest.mark.slow
 def test_compile_without_a_backend_compiler(x: torch.Tensor) -> None:
     assert torch.equal(torch.compile(lambda a: a * 2 + 1, backend="aot_eager")(x).cpu(), NUMBERS * 2 + 1)
 

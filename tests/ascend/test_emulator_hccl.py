@@ -36,6 +36,7 @@ def losses(found: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
     return found["training"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

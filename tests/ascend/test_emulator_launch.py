@@ -41,6 +41,7 @@ def test_an_interpreter_without_torch_npu_pays_nothing() -> None:
 
 
 # For every day the ranks of test_emulator_hccl.py import torch first.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [*(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "torch_npu")), "lockstep.device, torch_npu"],

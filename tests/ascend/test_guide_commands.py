@@ -19,8 +19,6 @@ from reward_models import write_reward_model
 
 pytestmark = pytest.mark.ascend
 
-# GRPO and the other methods train on the NPU in test_recipes.py, with fewer rows.
-DAILY = ("SFT-PEFT",)
 # bf16 on both, which samples other words where two are within rounding: the first step alone sees the same weights.
 LOSS_BAR, SCORE_BAR = 0.02, 0.5
 
@@ -37,7 +35,9 @@ def history(name: str, device: str, where: Folders) -> list[dict[str, float]]:
     return [metrics for _, metrics in read_metrics(where.work / "run" / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DAILY else pytest.mark.slow) for n in GUIDES])
+# `make test` trains the methods on the NPU in test_recipes.py, with fewer rows.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDES)
 def test_it_trains_to_its_end(name: str, tiny_folder: Path, reward: Path, tmp_path: Path) -> None:
     report.clear()
     npu = history(name, "npu", Folders(tiny_folder, reward, tmp_path / "npu"))

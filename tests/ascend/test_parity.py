@@ -44,6 +44,7 @@ def test_the_device_is_in_step_with_the_cpu(tmp_path: Path, model: Path, name: s
     assert found.in_step, first_divergence(found)
 
 
+@pytest.mark.slow
 def test_half_precision_is_in_step_too(sft: Path) -> None:
     found = on_device(sft, "model.dtype=bf16")
     assert found.in_step, first_divergence(found)
@@ -68,6 +69,7 @@ def test_a_fault_on_the_device_is_named(sft: Path, monkeypatch: pytest.MonkeyPat
     assert (found.operator.side, found.operator.operator) == ("replay", "aten._to_copy")
 
 
+@pytest.mark.slow
 def test_a_wrong_fused_norm_is_held_against_the_whole_norm(sft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right when it is tried at load, wrong afterwards; the operator is named, not the first part of a plain norm."""
     import torch_npu

@@ -129,6 +129,7 @@ OPTIMIZERS = ("sft adamw8bit", "sft adafactor", "sft muon", "sft lion")
 SLOW_RUNS = ("sft checkpointing", "dpo lora", "reinforce_pp", *OPTIMIZERS)
 
 
+@pytest.mark.daily("sft", "dpo", "rm", "grpo", "ppo")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_RUNS else ()) for name in RUNS]
 )
@@ -168,6 +169,7 @@ def test_stochastic_rounding_draws_the_numbers_of_the_cpu(model: Path, tmp_path:
     assert torch.equal(there, round_to_bf16(values, 11, index))
 
 
+@pytest.mark.daily("grpo")
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_bf16_stays_within_the_bars(model: Path, tmp_path: Path, method: str) -> None:
     """Decoding goes through the paged operator, which has no fp32."""

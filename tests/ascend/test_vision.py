@@ -122,6 +122,7 @@ LACKING = {
 FUSED = {"npu::npu_fusion_attention", "npu::npu_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu"}
 
 
+@pytest.mark.daily("sft")
 @pytest.mark.parametrize("method", MORE)
 def test_images_train_in_step_with_the_cpu(place: Path, method: str) -> None:
     """The tower is trained too, and the language model runs on the fused operators."""

@@ -128,7 +128,7 @@ FAULTS: dict[str, tuple[Inject, str, tuple[str, ...]]] = {
 DAILY = ("weight", "detached")
 
 
-@pytest.mark.daily("detached")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in FAULTS]
 )

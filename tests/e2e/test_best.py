@@ -189,6 +189,7 @@ def test_a_start_that_trains_nothing_leaves_a_finished_run_as_it_is(
     assert run.metrics.read_bytes() == before["metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_stretched_schedule_is_told_and_explains_a_curve_that_parts(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

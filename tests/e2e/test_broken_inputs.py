@@ -43,6 +43,7 @@ def without(file: Path, *steps: int) -> None:
     file.write_text("".join(line for line in lines if json.loads(line)["step"] not in steps), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_hole_in_the_metrics_is_said_with_its_steps(recipe_file: Path, tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "runs" / "run"
     assert run("train", recipe_file, *QUICK) == 0
@@ -70,6 +71,7 @@ def test_missing_metrics_are_said(recipe_file: Path, tmp_path: Path, capsys: Cap
     assert "metrics.jsonl [missing-file]" in told(capsys)
 
 
+@pytest.mark.slow
 def test_ctrl_c_adds_no_validation(recipe_file: Path, tmp_path: Path) -> None:
     """Its checkpoint is not one of those that the best is chosen from, so nothing is measured for it."""
     settings = ["checkpoint.every=100000", "checkpoint.keep_best=1", "run.export=false", "optim.schedule=constant"]
@@ -139,6 +141,7 @@ def test_a_critic_that_the_manifest_does_not_tell_of(checkpoint: Path, tmp_path:
     assert damage_of(folder) == "manifest.json has no entry for critic.safetensors"
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_with_a_broken_state_is_set_aside(
     recipe_file: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -141,6 +141,7 @@ def test_other_noise_gives_other_first_tokens(grpo: Path) -> None:
     assert "sampling (seed" in items["first tokens"].means
 
 
+@pytest.mark.slow
 def test_another_reward_is_distinguished_from_other_faults(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         original = Scorer._sum
@@ -191,6 +192,7 @@ def test_a_lost_gradient_is_seen_in_the_norm_alone(sft: Path) -> None:
 # -- the engine's weights
 
 
+@pytest.mark.slow
 def test_stale_weights_in_the_engine_are_seen_after_an_update(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         training.generator.engine.policy = copy.deepcopy(training.models.module)  # type: ignore[attr-defined]

@@ -82,6 +82,7 @@ def test_a_disk_that_fills_up_while_metrics_are_written(recipe_file: Path, small
     assert facts(folder) == facts(tmp_path / "runs" / "run")
 
 
+@pytest.mark.slow
 def test_a_background_write_that_fails_stops_the_run_and_the_run_resumes(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def read_only_run(recipe_file: Path, tmp_path: Path) -> Iterator[Path]:
         path.chmod(modes[path])
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_written_to(
     read_only_run: Path, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_copies_of_ours_train_what_ours_do(online_file: Path, own: str) -> None:
         assert theirs == pytest.approx(ours, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_what_an_environment_says_is_seen_and_not_trained(online_file: Path, own: str) -> None:
     run = lockstep.train(online_file, **{"run.steps": 2, "run.export": False, "rollout.function": f"{own}:echo"})
     for metrics in numbers(run):
@@ -97,6 +98,7 @@ def test_what_an_environment_says_is_seen_and_not_trained(online_file: Path, own
     assert all("ok" in sample["response"] for sample in samples)
 
 
+@pytest.mark.slow
 def test_a_reader_reads_the_questions_of_validation_too(online_file: Path, own: str) -> None:
     """From a name that is no file at all; the rows are those of the training file."""
     rows = next(online_file.parent.glob("*.jsonl"))
@@ -130,6 +132,7 @@ def sometimes(prompt, generate):
 """
 
 
+@pytest.mark.slow
 def test_failed_rollouts_are_counted_and_left_out_as_failed_rewards_are(online_file: Path) -> None:
     """Rows 1, 5, 9, ... fail: of 4 consecutive rows one, with all of its 3 samples."""
     own = online_file.parent / "fails.py"

@@ -150,6 +150,7 @@ def test_trajectories_of_a_server(online_file: Path, tiny_folder: Path) -> None:
     assert drawn == {(1, 0), (2, 1)}
 
 
+@pytest.mark.slow
 def test_the_stored_conversation_is_shown_by_speaker(online_file: Path) -> None:
     """What `lockstep view` reads: one entry per message, and for the model's turns their rewards and tokens."""
     run = train(online_file, "run.steps=1", "log.samples=2")

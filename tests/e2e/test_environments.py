@@ -58,6 +58,7 @@ def test_the_same_seed_gives_the_same_run(online_file: Path) -> None:
     assert differs <= {"environment/seconds"}
 
 
+@pytest.mark.slow
 def test_failures_within_the_tolerance_are_excluded_and_over_it_stop_the_run(online_file: Path) -> None:
     bugs = "{bugs: {'0': [step, raises], '2': [reset, raises], '4': [step, nan], '6': [score, raises]}}"
     setting = words("Buggy", f"rollout.environment_args={bugs}", "run.steps=1", "batch.prompts=20")

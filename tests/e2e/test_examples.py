@@ -23,6 +23,7 @@ def printed(name: str, model: Path, pattern: str) -> list[float]:
     return [float(number) for number in re.findall(pattern, done.stdout)]
 
 
+@pytest.mark.slow
 def test_sft_learns_its_rows_by_heart(tiny_folder: Path) -> None:
     assert printed("sft.py", tiny_folder, r"(\d+) of 9 answers are right") == [9.0]
 
@@ -40,6 +41,7 @@ def test_dpo_starts_at_log_2_and_comes_to_prefer_the_chosen(tiny_folder: Path) -
     assert losses[-1] < 0.3
 
 
+@pytest.mark.slow
 def test_best_of_n_makes_the_mean_what_the_best_was(tiny_folder: Path) -> None:
     scores = printed("best_of_n.py", tiny_folder, r"mean score ([\d.]+)")
     assert scores[0] < 0.1

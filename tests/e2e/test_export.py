@@ -34,6 +34,7 @@ def trained(recipe_file: Path, *overrides: str):
         return folder, model(IDS).logits
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_export_gives_the_policys_logits(recipe_file: Path, tmp_path: Path, lora: bool) -> None:
     folder, logits = trained(recipe_file, *(["model.lora.rank=4", "optim.lr=1e-2"] if lora else []))
@@ -59,6 +60,7 @@ def test_the_adapter_alone_is_a_peft_folder(recipe_file: Path, tmp_path: Path) -
     torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_export_names_what_it_cannot_do(recipe_file: Path, tmp_path: Path) -> None:
     folder, _ = trained(recipe_file)
     with pytest.raises(Refusal, match="has no adapter"):
@@ -71,6 +73,7 @@ def test_export_names_what_it_cannot_do(recipe_file: Path, tmp_path: Path) -> No
         export_run(folder, folder / "checkpoints", step=None, best=False, adapter=False)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_exported(recipe_file: Path, tmp_path: Path) -> None:
     """A learning rate that ruins the model at the end: the best step is an early one."""
     settings = ["run.steps=6", "checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_best=1"]
@@ -85,6 +88,7 @@ def test_the_best_checkpoint_is_kept_and_exported(recipe_file: Path, tmp_path: P
     assert f"step {best} of" in export_run(folder, tmp_path / "best", step=None, best=True, adapter=False)
 
 
+@pytest.mark.slow
 def test_export_stops_where_training_ended(recipe_file: Path, tmp_path: Path) -> None:
     """A base model whose own end token is another one than the template's."""
     import shutil

@@ -60,6 +60,7 @@ def test_a_killed_and_a_stopped_rank_cost_the_steps_since_the_last_checkpoint(
             assert re.search(r'File ".*lockstep/train/.*", line \d+ in ', found), found
 
 
+@pytest.mark.slow
 def test_a_lone_process_that_is_stuck_ends_with_its_stacks(recipe_file: Path, tmp_path: Path) -> None:
     """Before there is a run folder they are shown; there is none afterwards, so the next start is a first one."""
     (tmp_path / "stuck.py").write_text("import time\n\ndef rows(path):\n    time.sleep(1e6)\n    yield {}\n")

@@ -69,6 +69,7 @@ def test_the_table_has_all_faults() -> None:
     assert faults.FAULTS.keys() >= DAILY | UNSEEN.keys() | {f"bf16: {name}" for name in MIXED}
 
 
+@pytest.mark.daily("MLP-detached", "stale-weights-in-the-engine", "bf16:-a-target-left-out")
 @pytest.mark.parametrize("fault", [_parameter(fault) for fault in (*FP32, *BF16)])
 def test_a_fault_is_named(fault: Fault, tape: Callable[[str], Path], table: list[Named]) -> None:
     named = name_it(tape(fault.recipe), fault)
@@ -109,6 +110,7 @@ def test_a_fault_in_bf16_is_named_for_an_fp32_tape(name: str, tape: Callable[[st
     assert named.module == (None if fault.module == ROOT else fault.module), named
 
 
+@pytest.mark.daily("attention-sft")
 @pytest.mark.parametrize(
     ("recipe", "inject"),
     [
@@ -235,7 +237,7 @@ def test_a_replay_with_a_wrong_library_is_the_wrong_side_and_its_operator_is_nam
     assert found.operator.script is not None
 
 
-@pytest.mark.daily("linear")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", library(left_out=REFUSED))
 def test_a_recorded_run_with_a_wrong_library_is_the_wrong_side(
     name: str, tape: Callable[[str], Path], tmp_path: Path

@@ -162,6 +162,7 @@ def trusting(tree: ast.Module) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_no_call_leaves_the_question_open() -> None:
     found = {
         str(path.relative_to(HOUSE)): lines

@@ -92,6 +92,7 @@ def test_a_divergence_alone_does_not_hide_equal_rewards(online_file: Path, monke
     assert "earned the same reward" in why
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_that_finds_nothing_is_idle_too(online_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [
         *EQUAL,
@@ -137,6 +138,7 @@ def test_short_turns_are_not_skipped_as_truncated(
         assert metrics["response/skipped_ratio"] == metrics["response_length/clip_ratio"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_nothing_and_a_warm_critic_are_not_idle(
     online_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +149,7 @@ def test_a_learning_rate_of_nothing_and_a_warm_critic_are_not_idle(
     assert idle_warnings() == []
 
 
+@pytest.mark.slow
 def test_a_useful_step_starts_the_count_again(
     online_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_refusal_is_told_once_and_keeps_its_exit_status(recipe_file: Path) -> 
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_process_does_and_ctrl_c_saves(recipe_file: Path, tmp_path: Path) -> None:
     assert lockstep("train", recipe_file, *SAME, "run.steps=3", "run.export=false").returncode == 0
     with training(recipe_file, tmp_path / "stopped") as process:

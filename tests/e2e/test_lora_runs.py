@@ -89,7 +89,7 @@ def test_two_ranks_train_what_one_trains(
         assert facts(one)[-1][1]["actor/kl_loss"] > 0
 
 
-@pytest.mark.daily("pissa")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, kind: str) -> None:
     recipe = write_online_recipe(tmp_path, written(tmp_path / "model", LlamaConfig(**SIZES)))

@@ -75,11 +75,13 @@ def test_the_mismatch_of_every_step_is_that_of_its_tokens(
         assert 0 < metrics["rollout_corr/capped_share"] < 1
 
 
+@pytest.mark.slow
 def test_a_mismatch_over_its_limit_stops_the_run(online_file: Path) -> None:
     with refuses("rollout.max_logprob_diff", code="logprobs-differ"):
         train(online_file, INT8, "rollout.max_logprob_diff=1e-7")
 
 
+@pytest.mark.slow
 def test_bypass_measures_the_mismatch_too(online_file: Path, tmp_path: Path) -> None:
     train(online_file, INT8, "run.steps=1", "algorithm.rollout_correction.bypass=true")
     (metrics,) = metrics_of(tmp_path / "runs" / "run")
@@ -102,6 +104,7 @@ def test_a_cache_in_fp8_is_measured_and_corrected(online_file: Path, tmp_path: P
         assert 0.9 < metrics["rollout_corr/effective_share"] < 1
 
 
+@pytest.mark.slow
 def test_validation_generates_with_the_trained_weights(online_file: Path, tmp_path: Path) -> None:
     val = write_jsonl(tmp_path / "val.jsonl", question_rows(5))
     words = [f"val.questions={val}", "val.max_new_tokens=6", "val.at_start=true", "val.every=1", "run.steps=1"]

@@ -183,6 +183,7 @@ def test_a_script_of_verl_with_an_agent_loop_trains(folder: Path, tiny_folder: P
     assert any(one["reward/environment/mean"] > 0 for one in values)
 
 
+@pytest.mark.slow
 def test_a_script_of_openrlhf_with_an_agent_trains(folder: Path, tiny_folder: Path) -> None:
     file = migrated(folder, OPENRLHF, f"MODEL={tiny_folder}")
     recipe = load_recipe(str(file))

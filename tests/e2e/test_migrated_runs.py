@@ -95,6 +95,7 @@ def test_verls_grpo_and_sft_commands_train(tiny_folder: Path, rows: dict[str, Pa
     assert "rank: 4" in (tmp_path / "sft" / "recipe.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_verls_ppo_with_rejection_trains(tiny_folder: Path, rows: dict[str, Path], tmp_path: Path) -> None:
     """The critic starts with a random head and a bias; weights and rejection are computed as verl does."""
     correction = "algorithm.rollout_correction"

@@ -71,6 +71,7 @@ KINDS = {
 DAILY = ("checkpoint", "adapter")
 
 
+@pytest.mark.daily("checkpoint")
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in DAILY else pytest.mark.slow) for k in KINDS])
 def test_training_starts_where_the_other_run_ended(place: Path, tmp_path: Path, kind: str) -> None:
     """The validation loss before the first step is that of the other run after its last."""
@@ -92,6 +93,7 @@ ADAPTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_an_adapter_goes_on_from_its_folder_or_its_run(place: Path, tmp_path: Path, adapter: str) -> None:
     words = [f"model.adapter={place / adapter}", "run.steps=1", "val.at_start=true", "run.export=false"]
@@ -133,6 +135,7 @@ def test_an_adapters_base_is_found_beside_it_or_named_in_the_refusal(place: Path
     torch.testing.assert_close(logits(model_folder(str(adapter))), logits(model_folder(str(place / "adapter"))))
 
 
+@pytest.mark.slow
 def test_verbs_take_a_checkpoint(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = place / "runs" / "full" / "checkpoints" / "step_1"
     questions = tmp_path / "questions.jsonl"
@@ -160,6 +163,7 @@ def test_verbs_take_a_checkpoint(place: Path, tmp_path: Path, capsys: pytest.Cap
     assert said.err.count("to a model folder: ") <= 1
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_goes_on_as_the_run_would_have(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train(place / "recipe.yaml", "run.name=whole", "checkpoint.every=2")
     before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
@@ -231,6 +235,7 @@ def test_an_export_keeps_what_is_tied(recipe_file: Path, tmp_path: Path, tiny_fo
     assert ("lm_head.weight" in load_file(folder / "export" / "model.safetensors")) is not tied
 
 
+@pytest.mark.slow
 def test_masters_start_with_the_digits_of_the_files(place: Path, tmp_path: Path, tiny_folder: Path) -> None:
     """With a learning rate of nothing the masters in a checkpoint are those that the run began with."""
     words = ["run.steps=1", "model.dtype=bf16", "optim.lr=1e-30", "optim.weight_decay=0", "run.export=false"]

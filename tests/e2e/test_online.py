@@ -224,6 +224,7 @@ def test_lora_takes_the_policy_without_its_adapter_as_reference(online_file: Pat
     assert history[1]["actor/kl_loss"] > 1e-6
 
 
+@pytest.mark.slow
 def test_the_divergence_in_the_reward_is_taken_off_it(online_file: Path, tmp_path: Path) -> None:
     train(online_file, "algorithm.kl.where=reward", "algorithm.kl.estimator=k2", "algorithm.kl.coefficient=0.5")
     for metrics in metrics_of(tmp_path / "runs" / "run"):
@@ -369,6 +370,7 @@ OVER_THE_STEP = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.parametrize("method", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "remax"))])
 def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_path: Path, method: str) -> None:
@@ -418,6 +420,7 @@ def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_pa
         assert close(weights_of(single, 2, part), weights_of(double, 2, part)), part
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(online_file: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     status, said = interrupted(["train", online_file, "run.steps=100000"], lines(metrics, 2))

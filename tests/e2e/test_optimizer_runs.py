@@ -23,7 +23,7 @@ BF16 = ["model.dtype=bf16", "model.master_weights=false", "optim.stochastic_roun
 RATES = {"adamw": 2e-3, "adamw8bit": 2e-3, "adafactor": 3e-2, "muon": 5e-3, "lion": 5e-4}
 
 
-@pytest.mark.daily("adamw8bit")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(RULES))
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, tiny_folder: Path, name: str) -> None:
     recipe = write_sft_recipe(tmp_path, tiny_folder)

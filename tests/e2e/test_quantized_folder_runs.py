@@ -47,6 +47,7 @@ def trained(recipe: Path, *words: str) -> tuple[list[dict[str, float]], Path]:
     return [metrics for _, metrics in read_metrics(run / "metrics.jsonl")], run
 
 
+@pytest.mark.daily("['model.lora.rank=4']")
 @pytest.mark.parametrize("words", [["model.lora.rank=4"], [], ["model.lora.rank=4", "model.quantize=int8"]], ids=str)
 def test_training_is_that_of_the_dequantised_folder(
     folders: tuple[Path, Path], tmp_path: Path, words: list[str]
@@ -66,6 +67,7 @@ def test_training_is_that_of_the_dequantised_folder(
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+@pytest.mark.slow
 def test_a_policy_generates_from_the_folder(folders: tuple[Path, Path], tmp_path: Path) -> None:
     recipe = write_online_recipe(tmp_path, folders[0])
     metrics, run = trained(recipe, "run.steps=2", "model.lora.rank=4", "optim.lr=1e-2")

@@ -51,7 +51,7 @@ def weights(run: Path, part: str = "weights") -> Mapping[str, torch.Tensor]:
     return stored(run, steps_in(run / "checkpoints")[-1], part)
 
 
-@pytest.mark.daily("grpo", "ppo")
+@pytest.mark.daily("grpo")
 @pytest.mark.parametrize("method", ONLINE)
 def test_online_methods_generate_from_the_weights_they_train_on(online_file: Path, tmp_path: Path, method: str) -> None:
     """The log-probs of the engine are those of the trainer, also after updates of the adapter."""
@@ -70,7 +70,7 @@ def test_online_methods_generate_from_the_weights_they_train_on(online_file: Pat
         assert {name.rpartition("lora_")[2] for name in weights(run, "critic")} >= {"A.default.weight", "head.weight"}
 
 
-@pytest.mark.daily("hf")
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["rollout.engine=hf"], ["rollout.max_staleness=1"]], ids=["hf", "a worker"])
 def test_other_ways_to_generate(online_file: Path, words: list[str]) -> None:
     for metrics in online(online_file, "run.steps=2", "run.export=false", "optim.lr=1e-2", *NF4, *words):
@@ -79,7 +79,7 @@ def test_other_ways_to_generate(online_file: Path, words: list[str]) -> None:
             assert metrics["training/rollout_probs_diff_max"] < 1e-4
 
 
-@pytest.mark.daily("dpo", "rm")
+@pytest.mark.daily("rm")
 @pytest.mark.parametrize("method", [*METHODS, "distill"])
 def test_offline_methods_train_an_adapter(tmp_path: Path, tiny_folder: Path, method: str) -> None:
     words = [*NF4, "run.steps=3"]
@@ -111,6 +111,7 @@ def test_an_adapter_learns_on_every_format(recipe_file: Path, tmp_path: Path, fo
     assert (run / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
     words = [*NF4, "model.lora.dropout=0.2", "run.steps=6", "checkpoint.every=3", "optim.lr=1e-2"]
     whole, folder = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
@@ -128,8 +129,8 @@ def test_a_killed_run_ends_bit_identical(recipe_file: Path, tmp_path: Path) -> N
     assert "model.quantize" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
-@pytest.mark.daily("shard-nf4")
 @pytest.mark.parametrize("format", ["nf4", "int8", "fp8"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_two_processes_train_what_one_does(tmp_path: Path, model: Path, format: str, layout: tuple[str, ...]) -> None:

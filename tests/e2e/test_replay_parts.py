@@ -48,6 +48,7 @@ def done(run: Path, mode: str, *words: str, steps: tuple[int, ...] = ()) -> Repl
     return found
 
 
+@pytest.mark.slow
 def test_the_run_has_two_parts(run: Path) -> None:
     first, second = parts_of(RunFolder(run))
     assert (first.recipe.name, first.before, first.last) == ("recipe.to_step_2.yaml", 0, 2)
@@ -79,6 +80,7 @@ def test_the_newest_recipe_would_be_a_fault(run: Path) -> None:
     assert {check.step for check in found.checks if not check.passed} == {2}
 
 
+@pytest.mark.slow
 def test_a_chained_replay_stops_at_the_first_recipe_change(run: Path) -> None:
     found = done(run, "chained")
     assert found.steps == [1, 2]

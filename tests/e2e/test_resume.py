@@ -214,6 +214,7 @@ def test_ctrl_c_finishes_the_step_saves_and_goes_on(recipe_file: Path, tmp_path:
     assert read_metrics(metrics)[-1][0] == state["step"] < 100_000
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_that_drops_other_rows_is_refused(recipe_file: Path) -> None:
     """batch.tokens may change on resume, unless it is what limits the rows."""
     settings = ["data.overlong=drop", "batch.tokens=90", "optim.schedule=constant"]
@@ -264,6 +265,7 @@ def test_the_learning_rate_may_change_and_compare_shows_it(
     assert "optim.lr from 0.001 to 0.004" in history
 
 
+@pytest.mark.slow
 def test_a_key_that_changes_no_number_may_change(recipe_file: Path, tmp_path: Path) -> None:
     words = ["optim.schedule=constant"]
     train(recipe_file, *words, "run.steps=3")

@@ -57,6 +57,7 @@ def weights(folder: Path, name: str, step: int = 2) -> Any:
     return stored(folder / "runs" / name, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rollout", pytest.param("old", marks=pytest.mark.slow)])
 def test_micro_batches_do_not_change_the_update(recipe: Path, tmp_path: Path, mode: str) -> None:
     words = [*UPDATES, f"algorithm.routing_replay={mode}"]

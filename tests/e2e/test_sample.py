@@ -111,6 +111,7 @@ def test_failures_are_stored_and_never_zero(home: Path, tiny_folder: Path) -> No
         sampled(home, tiny_folder, "strict.parquet", reward=strict)
 
 
+@pytest.mark.slow
 def test_what_a_reward_prints_is_kept_beside_the_samples(home: Path, tiny_folder: Path) -> None:
     printing = "\n\ndef loud(data_source, solution_str, ground_truth, extra_info):\n"
     printing += '    print("judging", extra_info["index"], flush=True)\n'
@@ -128,6 +129,7 @@ def test_what_a_reward_prints_is_kept_beside_the_samples(home: Path, tiny_folder
     assert f"its last output is in {home / 'strict.parquet.rewards' / 'worker-0.log'}" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_writes_the_same_file(home: Path, tiny_folder: Path) -> None:
     write_jsonl(home / "questions.jsonl", question_rows(20))
     whole = lockstep(*words(home, tiny_folder, "whole.parquet"))
@@ -160,6 +162,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_so(home: Path, tiny_folder: Path
     assert first.is_file()
 
 
+@pytest.mark.slow
 def test_what_was_begun_with_something_else_is_refused(home: Path, tiny_folder: Path) -> None:
     """A reward that stops the second chunk leaves the first; then one thing after another changes."""
     (home / "reward.py").write_text(
@@ -226,6 +229,7 @@ def test_refusals_come_before_the_model(home: Path, tiny_folder: Path) -> None:
     assert not (home / "a.parquet.parts").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_two_processes_write_what_one_does(home: Path, tiny_folder: Path) -> None:
     one = lockstep(*words(home, tiny_folder, "one.parquet", "--chunk", 4))

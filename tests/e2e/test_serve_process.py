@@ -107,6 +107,7 @@ def test_a_signal_while_generating_ends_the_process_in_time(process: Process) ->
     assert process.process.wait(HANG) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("requests", "rounds"), [pytest.param(200, 4, marks=pytest.mark.slow), pytest.param(16, 2)], ids=["200", "16"]
 )

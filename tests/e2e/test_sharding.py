@@ -109,6 +109,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(alone: Path, tmp_path: Path)
 
 
 # For every day the test before this one has that ranks go on.
+@pytest.mark.slow
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(alone: Path, tmp_path: Path, goes_on: bool) -> None:
     words = ["train", alone, f"run.folder={tmp_path}", "run.name=killed", *COMMON]

@@ -212,6 +212,7 @@ def test_a_part_that_is_missing_is_an_error(place: Path, tmp_path: Path, monkeyp
         smoke._check_run(run, small)
 
 
+@pytest.mark.slow
 def test_a_migrated_command_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """verl's example of geometry3k, whose rows and model do not exist: drawn squares and the tiny model train it."""
     words = ["algorithm.adv_estimator=grpo", "data.train_files=geo3k/train.parquet", "data.image_key=images"]

@@ -36,6 +36,7 @@ def weights(folder: Path, step: int) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
     rows = [{**row, "unread": number} for number, row in enumerate(chat_rows(44))]
     settings = [f"data.train={shards(tmp_path / 'rows', rows)}", "run.steps=8", "run.export=false", *STREAMED]

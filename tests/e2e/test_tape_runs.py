@@ -143,7 +143,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.daily("sft lora", "grpo")
+@pytest.mark.daily("grpo")
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_tape_changes_nothing(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, kind.split()[0])
@@ -200,6 +200,7 @@ def test_weights_are_left_out_on_request(tiny_folder: Path, tmp_path: Path) -> N
     assert "tape.weights=true" in caught.value.problems[0].remedy
 
 
+@pytest.mark.slow
 def test_a_tape_without_weights_starts_from_the_model_folder(tiny_folder: Path, tmp_path: Path) -> None:
     run = train(write_recipe(tmp_path, tiny_folder, "sft"), "tape=true", "tape.every=1", "tape.weights=false")
     found = replay(run, "forced", ["batch.tokens=300"], Console.silent())
@@ -255,6 +256,7 @@ def content(tape: TapeFolder) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_killed_run_ends_with_a_complete_tape(method: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, method)
@@ -326,7 +328,7 @@ QUICK = [("sft", mode) for mode in MODES] + [("grpo", mode) for mode in MODES] +
 SLOW = [(method, mode) for method in ("dpo", "kto", "rm", "ppo") for mode in MODES if (method, mode) not in QUICK]
 
 
-@pytest.mark.daily("sft-forced", "sft-free", "dpo-forced", "grpo-chained")
+@pytest.mark.daily("sft-forced", "sft-free", "grpo-chained")
 @pytest.mark.parametrize(("method", "mode"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_replays_on_this_device_are_in_step(recorded: dict[str, Path], method: str, mode: Mode) -> None:
     found = replay(recorded[method], mode, [], Console.silent())

@@ -162,6 +162,7 @@ def test_bad_input_is_told_once(recipe_file: Path, tmp_path: Path) -> None:
     assert "rank 1:" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_weight_that_one_rank_finds_broken_is_refused_by_all(
     recipe_file: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:

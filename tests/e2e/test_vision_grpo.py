@@ -116,6 +116,7 @@ def test_methods_train_on_images(place: Path, method: str) -> None:
         assert all((folder / "images" / image["file"]).is_file() for line in shown for image in line["images"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param(one, marks=[] if one == "gemma3" else SLOW) for one in CONFIGS])
 def test_families_train_on_images(place: Path, family: str) -> None:
     """Groups share the prefill of their prompt, and the engine has the log-probs of the trainer."""

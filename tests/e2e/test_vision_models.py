@@ -57,7 +57,7 @@ SLOW = pytest.mark.slow
 SFT = [(name, tied) for name in CONFIGS for tied in (False, True)]
 
 
-@pytest.mark.daily("gemma3-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tied"),
     [pytest.param(*case, marks=[] if case in (("gemma3", True), ("qwen2_5_vl", False)) else SLOW) for case in SFT],
@@ -86,6 +86,7 @@ def test_grpo(tmp_path: Path, tiny_folder: Path, family: str) -> None:
     assert_only_the_text_changed(model, run / "export")
 
 
+@pytest.mark.slow
 def test_an_adapter_fits_the_full_class(tmp_path: Path, tiny_folder: Path) -> None:
     from peft import PeftModel
 

@@ -63,6 +63,7 @@ def same_bits(one: Path, other: Path, step: int = 4) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_kept_features_change_no_bit(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +150,7 @@ def test_stored_reference_log_probs_are_those_of_the_images(place: Path, tmp_pat
     assert losses == pytest.approx([0.6931472] * 2, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_a_reward_model_scores_images_as_its_export_in_transformers(place: Path, tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForSequenceClassification

@@ -95,6 +95,7 @@ def test_two_ranks_of_which_one_has_no_images_train_like_one_process(place: Path
         assert any("visual" in key for key in stored(one, 3)) == (name == "train")
 
 
+@pytest.mark.daily("train")
 @pytest.mark.parametrize("vision", ["train", "freeze"])
 def test_an_export_loads_in_transformers_with_equal_logits(place: Path, vision: str) -> None:
     from transformers import AutoImageProcessor
@@ -116,6 +117,7 @@ def test_an_export_loads_in_transformers_with_equal_logits(place: Path, vision: 
     assert AutoImageProcessor.from_pretrained(out, backend="pil", trust_remote_code=False).patch_size == 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "vision"),
     [

@@ -87,6 +87,7 @@ def replayed(run: Path, mode: str = "forced", **how: object) -> Replayed:
     return replay(run, mode, [], Console.silent(), **how)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", *(pytest.param(one, marks=SLOW) for one in ("sft", "dpo", "environment"))])
 def test_a_replay_of_a_run_on_images_is_in_step(place: Path, kind: str) -> None:
     run = trained(place, kind, f"{kind}-taped")

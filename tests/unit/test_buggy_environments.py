@@ -107,6 +107,7 @@ def test_a_bug_in_any_method_fails_its_trajectory_alone(
 DAILY = [("reset", "hangs"), ("score_group", "hangs"), ("info", "spins")]
 
 
+@pytest.mark.daily("EveryBug")
 @pytest.mark.parametrize("name", ["EveryBug", "EveryAsyncBug"])
 def test_a_method_without_an_end_fails_its_trajectory_alone(tiny_folder: Path, name: str) -> None:
     cases = [case for case in DAILY if name == "EveryBug" or case[1] == "hangs"]
@@ -158,6 +159,7 @@ def test_groups_wait_while_all_hosts_are_stuck(tiny_folder: Path) -> None:
     assert [one.trajectory.scores["group"] for one in made if one.trajectory is not None] == [0.5, 0.5, 0.5]
 
 
+@pytest.mark.daily("raises")
 @pytest.mark.parametrize("how", ["raises", "hangs", pytest.param("exits", marks=pytest.mark.slow)])
 def test_a_bug_in_a_constructor(tiny_folder: Path, tmp_path: Path, how: str) -> None:
     arguments = {"bugs": {"__init__": ("__init__", how)}, "objects": str(tmp_path / "objects.txt")}
@@ -176,6 +178,7 @@ def test_tokens_without_an_end_fail_their_trajectory(tiny_folder: Path) -> None:
     assert "step_tokens returned" in made[1].failure
 
 
+@pytest.mark.daily("tool")
 @pytest.mark.parametrize("name", ["tool", "async_tool"])
 def test_a_bug_in_a_tool_is_a_message_to_the_model(tiny_folder: Path, name: str) -> None:
     names = [how for how in BUGS if how not in SLOW]

@@ -140,7 +140,7 @@ def test_layers_and_their_attention_may_both_be_computed_again(name: str, tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-@pytest.mark.daily("gpt-oss", "gemma2")
+@pytest.mark.daily("gemma2")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_engine_samples_from_the_same_distribution(name: str, tmp_path: Path, tiny_folder: Path) -> None:
     """Prompts in one pass and in chunks, then token by token, far beyond the window."""

@@ -319,6 +319,7 @@ def test_a_critic_is_scored_and_updated_too() -> None:
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_predictions_are_near_what_was_measured() -> None:
     """As docs/scale.md says. Another framework's time is no measure of ours."""
     every = predictions()
@@ -477,6 +478,7 @@ def test_where_no_keys_help_more_nodes_do_or_nothing(monkeypatch: pytest.MonkeyP
     assert "no recipe keys make it fit" in caught.value.problems[0].remedy
 
 
+@pytest.mark.slow
 def test_a_model_that_no_device_holds_is_loaded_in_slices() -> None:
     """133 billion numbers are 265 GB in bf16, an H200 has 151; on 128 of them loading is no obstacle."""
     config = LlamaConfig(

@@ -72,6 +72,7 @@ def asked(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_completion_installs_with_one_command_and_answers(tmp_path: Path) -> None:
     done = asked(tmp_path, "bash", "--norc", "-c", ASKED)

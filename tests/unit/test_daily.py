@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import daily
 
 CONFTEST = """
@@ -59,6 +61,7 @@ def test_the_cases_that_run_daily(tmp_path: Path) -> None:
     assert len(slow) == 2 + 3
 
 
+@pytest.mark.slow
 def test_a_name_that_no_case_has_is_an_error(tmp_path: Path) -> None:
     wrong = TESTS.replace('"b", "c")', '"b", "d")')
     done = collected(tmp_path, wrong)

@@ -130,7 +130,10 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Pages whose commands train several times.
 LONG = [
     f"docs/{page}.md"
-    for page in ("extending", "environments", "compare", "checklist", "replay", "several-processes", "distillation")
+    for page in (
+        *("extending", "environments", "compare", "checklist", "replay", "several-processes", "distillation"),
+        *("grpo", "reward-models", "from-verl", "dpo", "sampling"),
+    )
 ]
 
 

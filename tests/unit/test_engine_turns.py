@@ -141,6 +141,7 @@ def test_a_second_call_starts_without_sessions(policy: Policy) -> None:
     assert engine.prompt_counts() == PrefillCounts(computed=len(ids) - 1)
 
 
+@pytest.mark.daily("bamba-Cpu")
 @pytest.mark.parametrize("device", [Cpu, Recorder])
 @pytest.mark.parametrize("family", ["bamba", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_states_of_recurrent_layers_continue(family: str, device: type[Device]) -> None:
@@ -172,6 +173,7 @@ def test_stop_strings_do_not_leave_states_that_are_ahead(device: type[Device]) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_windows_and_latents_continue(name: str, tmp_path: Path, tiny_folder: Path) -> None:
     if name == "mistral":

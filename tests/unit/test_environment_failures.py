@@ -153,6 +153,7 @@ def test_a_hanging_thread_blocks_no_trajectory_that_starts_later(tokenizer: Any)
     assert hosts.most <= 2
 
 
+@pytest.mark.slow
 def test_the_number_of_stuck_hosts_is_limited(tokenizer: Any) -> None:
     """A trajectory waits if it would need another host. It goes on when a stuck host has ended."""
     settings = RolloutSettings(environment=f"{FILE}:Echo", environment_workers=2)
@@ -198,6 +199,7 @@ def test_coroutines_that_hang_are_cancelled(tokenizer: Any) -> None:
     assert len(hosts.started) == 1
 
 
+@pytest.mark.daily("blocks-1")
 @pytest.mark.parametrize(("how", "others"), [("stays", 0), ("blocks", 1)])
 def test_a_coroutine_that_cannot_be_cancelled_is_killed_with_its_host(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, how: str, others: int

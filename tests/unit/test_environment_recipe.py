@@ -111,6 +111,7 @@ def lengths(prepared: PreparedOnline, tools: Any) -> list[int]:
     return [len(render(chat, tools=tools, add_generation_prompt=True)["input_ids"]) for chat in chats]
 
 
+@pytest.mark.slow
 def test_the_plan_counts_the_schemas_of_tools(online_file: Path) -> None:
     plain = planned(online_file)
     assert plain.train.longest == max(lengths(plain, None))
@@ -123,6 +124,7 @@ def test_the_plan_counts_the_schemas_of_tools(online_file: Path) -> None:
     assert prepared.train.counts.longest == plain.train.longest  # a checkpoint compares this count
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_with_tools_are_reported(online_file: Path) -> None:
     full = planned(online_file, "rollout.tools=[calculator]", "data.max_prompt_tokens=2000")
     with_tools = lengths(full, [FunctionTool.of(calculator_tool("", "")).schema])

@@ -86,6 +86,7 @@ def test_each_turn_computes_only_what_is_new(policy: Policy, tiny_folder: Path) 
         assert not one.versions
 
 
+@pytest.mark.slow
 def test_a_cache_that_just_fits_is_not_refused(policy: Policy, tiny_folder: Path) -> None:
     """Room for longer prompts is made only within the cache and the length that the rotary embedding allows."""
     most = Sampling(max_tokens=20, seed=5)

@@ -70,6 +70,7 @@ def test_an_extra_resolves_alone(name: str) -> None:
     assert not resolved(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "python", ["3.11", *(pytest.param(version, marks=pytest.mark.slow) for version in ("3.10", "3.12", "3.13"))]
 )
@@ -85,6 +86,7 @@ def test_gem_resolves_without_hydra(python: str) -> None:
     assert not resolved(*[name for name in within_constraints() if name not in hydra], python=python)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others", [("track", "hub", "math", "ray"), pytest.param((), marks=pytest.mark.slow)], ids=["together", "alone"]
 )

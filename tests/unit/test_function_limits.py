@@ -189,6 +189,7 @@ def mine(path):
 """
 
 
+@pytest.mark.daily("9")
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="finds the reader's connection in /proc")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_was_killed_or_stopped_is_started_once_more(

@@ -98,7 +98,7 @@ def test_a_decode_step_multiplies_all_sequences_at_once(policy: Policy) -> None:
     assert strides == {(width, width, 1)}
 
 
-@pytest.mark.daily
+@pytest.mark.daily("settings0-Cpu")
 @pytest.mark.parametrize("device", [Cpu, Recorder])
 @pytest.mark.parametrize("settings", [{}, {"max_sequences": 4}, {"max_sequences": 2, "prefill_tokens": 3}])
 def test_samples_of_groups_are_those_of_each_alone(
@@ -107,6 +107,7 @@ def test_samples_of_groups_are_those_of_each_alone(
     assert_same(run(engine_of(policy, device(), **settings), asked(3), SAMPLING), expected)
 
 
+@pytest.mark.daily("Cpu-12")
 @pytest.mark.parametrize(("device", "blocks"), [(Cpu, 12), (Recorder, 9)])
 def test_a_preempted_sequence_goes_on_from_the_state_of_its_prompt(
     policy: Policy, expected: Any, device: type[Device], blocks: int, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +130,7 @@ def test_a_module_that_ignores_its_state_on_several_tokens_runs_token_by_token()
     assert {mixer.continues for mixer in other.decoder.mixers} == {True}
 
 
+@pytest.mark.slow
 def test_prompts_of_many_lengths_run_in_a_few_groups(policy: Policy) -> None:
     """Lengths 1 to 24 are powers of two: 16, 8, 4, 2 and 1, at the start of a sequence or after it."""
     chunks, first = [], 0
@@ -260,6 +262,7 @@ def test_fewer_sequences_run_at_once_if_memory_is_short() -> None:
         plan_states(1000, 9_000, 64, 8, "rollout.cache_gb")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_states_in_attributes_are_those_of_each_sequence(engine: str) -> None:
     """RecurrentGemma keeps its states in attributes of its modules. transformers' generate neither skips padding there

@@ -70,7 +70,7 @@ def alone(engine: LiveEngine, orders: Asked, gone: set[int]) -> tuple[list[list[
     return [sample.tokens[sample.prompt :] for number in samples for sample in samples[number]], told
 
 
-@pytest.mark.daily("Cpu-settings1", "Recorder-settings2")
+@pytest.mark.daily("Recorder-settings2")
 @pytest.mark.parametrize(
     ("device", "settings"),
     [

@@ -276,6 +276,7 @@ def test_the_teacher_is_what_transformers_computes(recipe_of, tmp_path: Path) ->
     assert start == len(ids) == len(logprobs)
 
 
+@pytest.mark.slow
 def test_a_run_from_a_table_is_that_beside_a_live_model(recipe_of, tmp_path: Path) -> None:
     """A table of every word leaves nothing out."""
     from lockstep.run.metrics import read_metrics

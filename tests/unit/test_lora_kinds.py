@@ -381,7 +381,7 @@ def test_layer_ranges_include_both_ends() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.daily("nf4-loftq", "int8-dora")
+@pytest.mark.daily("int8-dora")
 @pytest.mark.parametrize("init", ["loftq", "dora"])
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_adapters_of_quantised_weights(folder: Path, tmp_path: Path, format: Any, init: str) -> None:

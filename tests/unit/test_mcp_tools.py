@@ -156,6 +156,7 @@ def test_a_server_over_http_has_a_session_for_each_trajectory(
     assert seen == {"ended": 2, "keys": ["a secret"], "without": 2, "versions": ["2025-06-18"], "answers": 2}
 
 
+@pytest.mark.slow
 def test_a_server_over_http_that_is_lost_fails_the_trajectory(address: str) -> None:
     with played(tools=[f"mcp_shared:{address}/json"], step_timeout=HANG) as player:
         player.reset()

@@ -12,6 +12,7 @@ import lockstep.compat.openrlhf
 import lockstep.compat.verl  # noqa: F401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "words", "expected"),
     [

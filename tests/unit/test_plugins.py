@@ -174,6 +174,7 @@ def test_an_offline_method(tmp_path: Path, tiny_folder: Path, recipe_file: Path,
     )
 
 
+@pytest.mark.slow
 def test_an_engine(online_file: Path, plug: Plug) -> None:
     """It draws the built-in engine's tokens, since the noise is the same, and may say what the trainer says only."""
     misspelt = {"rollout.engine": "naiv"}
@@ -212,6 +213,7 @@ def test_a_tracker(recipe_file: Path, plug: Plug) -> None:
     assert table[1][2] == logged[2]["val/loss"]
 
 
+@pytest.mark.slow
 def test_plugins_through_the_command(tmp_path: Path, online_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file and an importable module; the run's evidence has their content, and so does the resumed part."""
     for name in ("median", "table"):

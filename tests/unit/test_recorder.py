@@ -340,6 +340,7 @@ def test_a_failure_ends_the_recording_and_not_the_training(model: str, tmp_path:
         pass
 
 
+@pytest.mark.slow
 def test_ranks_are_recorded_separately_and_read_together(
     model: str, tape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

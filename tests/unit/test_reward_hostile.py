@@ -228,6 +228,7 @@ def test_half_an_answer_is_waited_for_no_longer_than_a_whole_one(file) -> None:
         part.close()
 
 
+@pytest.mark.slow
 def test_a_row_that_nobody_reads_is_waited_for_no_longer(file) -> None:
     """A process that has stopped itself takes in nothing: the row fills the connection."""
     part = FunctionPart(f"{file}:score", settings(time_limit=1.0))

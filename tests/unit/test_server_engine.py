@@ -330,6 +330,7 @@ def test_a_server_that_never_answers_is_given_up(policy: Policy, embedded: Path,
     assert not isinstance(caught.value, LostProcess)  # it would be refused again
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_before_it_ever_answered_is_refused(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,7 +371,7 @@ def ends_at_once(log: Path) -> ServerProcess:
     return ServerProcess([sys.executable, "-c", "raise SystemExit('no memory left')"], {}, log)
 
 
-@pytest.mark.daily("generation")
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["generation", "hand-over"])
 def test_a_server_of_ours_that_is_lost_again_and_again_may_work_after_a_restart(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -390,6 +391,7 @@ def test_a_server_of_ours_that_is_lost_again_and_again_may_work_after_a_restart(
     assert len(restarts) == STARTS
 
 
+@pytest.mark.slow
 def test_a_server_of_others_that_does_not_come_back_may_work_after_a_restart(
     policy: Policy, embedded: Path, tmp_path: Path
 ) -> None:

@@ -199,6 +199,7 @@ def test_a_run_with_a_true_server_passes_the_check(tmp_path: Path, tiny_folder: 
     assert [metrics[step]["training/rollout_logprob_diff_mean"] < 1e-4 for step in (1, 2)] == [True, True]
 
 
+@pytest.mark.slow
 def test_the_check_can_be_switched_off(tmp_path: Path, tiny_folder: Path, server: Server) -> None:
     with proxying(server.url, faulty_proxy.rotated_logprobs) as proxy:
         off = ("run.steps=1", "rollout.max_logprob_diff=null")

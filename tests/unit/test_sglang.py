@@ -389,6 +389,7 @@ def test_weights_by_a_collective_go_in_buckets_and_are_proven(
     assert not server.engine.groups, "destroyed with the engine"
 
 
+@pytest.mark.slow
 def test_later_pushes_reach_both_servers_by_one_broadcast(
     policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

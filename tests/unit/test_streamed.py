@@ -223,7 +223,7 @@ def deep_sizes(folder: Path) -> tuple[int, int]:
     return layer, sum(p.nbytes for p in model.parameters()) - DEEP * layer
 
 
-@pytest.mark.daily("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_kernels_are_tried_layer_by_layer(
     deep_folder: Path, alone: Sharding, monkeypatch: pytest.MonkeyPatch, merged: bool

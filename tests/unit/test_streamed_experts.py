@@ -142,6 +142,7 @@ def test_a_rank_reads_its_own_experts_only(mixtral: Path, monkeypatch: pytest.Mo
         assert len(read) == len(set(read))
 
 
+@pytest.mark.slow
 def test_experts_of_a_tensor_group_are_its_own(mixtral: Path) -> None:
     """Four ranks: two halves of the experts, each in two slices."""
     wanted = dict(AutoModelForCausalLM.from_pretrained(mixtral).named_parameters())

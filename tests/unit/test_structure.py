@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[2] / "tools" / "structure.py"
 
 HOUSE = {
@@ -65,6 +67,7 @@ def test_a_function_is_long_from_its_51st_line_on(tmp_path: Path) -> None:
     assert said[4:6] == ["functions over 50 lines: 1", "    51 house.a.long"]
 
 
+@pytest.mark.slow
 def test_the_package_has_no_circle_and_no_name_of_ours_means_two_things() -> None:
     code, said = structure(TOOL.parents[1] / "src" / "lockstep")
     assert code == 0, "\n".join(said)

@@ -162,6 +162,7 @@ def hosts_of(name: str, request: pytest.FixtureRequest) -> EnvironmentHosts:
     return found
 
 
+@pytest.mark.daily("qwen2.5")
 @pytest.mark.parametrize("name", ["qwen2.5", "gpt-oss"])
 def test_the_trainer_computes_the_log_probs_of_conversations_with_tools(
     folder: Path, policy: Policy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str

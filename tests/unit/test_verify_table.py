@@ -85,6 +85,7 @@ def test_differences_without_a_key_depend_on_version_and_recipe() -> None:
     assert "loss normaliser" not in trainer(dotted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["verl", "openrlhf_flat", "openrlhf_dotted"])
 @pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_tables_of_the_stored_commands_fit_80_columns(name: str, every: int) -> None:

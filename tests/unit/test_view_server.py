@@ -213,6 +213,7 @@ def test_responses_of_a_run(server: RunViewer) -> None:
     assert [one["step"] for one in fetch_json(server, "api/samples?run=one&text=what+is+7+")["samples"]] == [7]
 
 
+@pytest.mark.slow
 def test_files_that_no_run_wrote_spoil_no_other_run(tmp_path: Path) -> None:
     """A folder may come from anywhere. Each of these once broke the list of runs or a connection, or never ended."""
     root = tmp_path / "runs"

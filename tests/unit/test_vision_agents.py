@@ -98,6 +98,7 @@ def check_album(folder: Path, **keys: Any) -> None:
     assert compared > 6
 
 
+@pytest.mark.slow
 def test_log_probs_of_agents_with_images_are_those_of_the_trainer(qwen: Path) -> None:
     check_album(qwen)
 

@@ -224,6 +224,7 @@ def test_a_broken_engine_is_noticed(
     assert difference(scene, made) > 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "gemma3"])
 def test_a_small_cache_and_small_prefills_change_nothing(
     family: str, folders: dict[str, Path], hosts: dict[str, EnvironmentHosts]

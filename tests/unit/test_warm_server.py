@@ -161,6 +161,7 @@ def test_programs_of_the_search_path() -> None:
     assert done.stdout == "Usage: lockstep [OPTIONS] COMMAND [ARGS]...\n2\n2\n"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_ranks_of_torchrun_need_not_import_either(tmp_path: Path) -> None:
     """By a program that says so before it could have imported anything, and leaves its output in a buffer."""

@@ -286,6 +286,7 @@ def test_a_side_that_does_not_come_is_named(worker: Worker, monkeypatch: pytest.
         over.set()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_the_middle_of_a_push_is_lost() -> None:
     with started() as worker:
         link = linked(worker)

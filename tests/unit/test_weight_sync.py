@@ -83,6 +83,7 @@ def test_an_engine_that_truncates_differently_is_refused(embedded: Path, tmp_pat
     assert "top_k 1" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_in_the_truncation_check_is_checked_again(embedded: Path, tmp_path: Path) -> None:
     """The bounds of the weight check are known by then, so the check must not depend on them being unknown."""
     answers, lost = greedy(embedded, truncated=False), []
