@@ -79,6 +79,7 @@ def test_every_item_passes_on_a_clean_online_replay(grpo: Path, capsys: pytest.C
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.slow
 def test_an_offline_replay_says_what_does_not_apply(sft: Path) -> None:
     items = checked(sft)
     assert sorted(having(items, True)) == sorted(ALWAYS)
@@ -233,6 +234,7 @@ def test_an_update_that_moves_nothing_proves_nothing(grpo: Path) -> None:
     assert items["weight sync"].means.startswith("proves nothing: no update")
 
 
+@pytest.mark.slow
 def test_weights_that_move_at_rate_0(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         wrap(training.models.trained.optimizer, "step", lambda original, lr, norm: original(max(lr, 1e-5), norm))

@@ -72,7 +72,7 @@ def test_there_are_fifty() -> None:
     assert {repeat.name for repeat in REPEATS} >= QUICK_CHAINED
 
 
-@pytest.mark.daily("forced-sft-small-micro-batches-step-2", "chained-sft-other-rounding")
+@pytest.mark.daily("chained-sft-other-rounding")
 @pytest.mark.parametrize(
     ("repeat", "mode", "steps"),
     [

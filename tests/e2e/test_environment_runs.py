@@ -174,6 +174,7 @@ def test_samples_have_the_conversation(recorded: Path) -> None:
         assert sum(value is not None for value in logprobs) == sum(turn["stop"] - turn["start"] for turn in turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["forced", "chained"])
 def test_a_replay_uses_the_recorded_observations(recorded: Path, mode: Mode) -> None:
     """The game is not played again. A forced replay generates the turns of the model after the recorded observations,

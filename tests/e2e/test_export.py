@@ -49,6 +49,7 @@ def test_the_export_gives_the_policys_logits(recipe_file: Path, tmp_path: Path, 
     assert AutoTokenizer.from_pretrained(folder / "export").chat_template
 
 
+@pytest.mark.slow
 def test_the_adapter_alone_is_a_peft_folder(recipe_file: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 

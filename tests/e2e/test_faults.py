@@ -69,7 +69,7 @@ def test_the_table_has_all_faults() -> None:
     assert faults.FAULTS.keys() >= DAILY | UNSEEN.keys() | {f"bf16: {name}" for name in MIXED}
 
 
-@pytest.mark.daily("MLP-detached", "stale-weights-in-the-engine", "bf16:-a-target-left-out")
+@pytest.mark.daily("MLP-detached", "stale-weights-in-the-engine")
 @pytest.mark.parametrize("fault", [_parameter(fault) for fault in (*FP32, *BF16)])
 def test_a_fault_is_named(fault: Fault, tape: Callable[[str], Path], table: list[Named]) -> None:
     named = name_it(tape(fault.recipe), fault)
@@ -110,7 +110,7 @@ def test_a_fault_in_bf16_is_named_for_an_fp32_tape(name: str, tape: Callable[[st
     assert named.module == (None if fault.module == ROOT else fault.module), named
 
 
-@pytest.mark.daily("attention-sft")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "inject"),
     [
@@ -220,6 +220,7 @@ def test_there_are_enough_library_faults() -> None:
     assert len(LIBRARY) >= 8 + len(REFUSED)
 
 
+@pytest.mark.daily("silu backwards")
 @pytest.mark.parametrize("name", library())
 def test_a_replay_with_a_wrong_library_is_the_wrong_side_and_its_operator_is_named(
     name: str, tape: Callable[[str], Path]

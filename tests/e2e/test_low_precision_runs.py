@@ -89,6 +89,7 @@ def test_bypass_measures_the_mismatch_too(online_file: Path, tmp_path: Path) -> 
     assert metrics["training/rollout_logprob_diff_mean"] > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -205,6 +205,7 @@ def test_a_gguf_file_is_the_model_that_was_packed(place: Path, tmp_path: Path, t
         model_folder(str(tmp_path / "no.gguf"))
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_in_a_tied_models_file_is_told_and_offered_both_ways(
     tmp_path: Path, tiny_folder: Path
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_head_of_its_own_in_a_tied_models_file_is_told_and_offered_both_ways(
     assert "a separate matrix" in import_gguf(other, tmp_path / "other")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_export_keeps_what_is_tied(recipe_file: Path, tmp_path: Path, tiny_folder: Path, tied: bool) -> None:
     base = tiny_folder

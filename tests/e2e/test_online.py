@@ -41,6 +41,7 @@ def weights_of(run: Path, step: int = 4, part: str = "weights") -> Mapping[str, 
     return stored(run, step, part)
 
 
+@pytest.mark.daily("ppo", "grpo", "reinforce_pp", "gspo", "dapo", "on_policy_distill")
 @pytest.mark.parametrize("method", ONLINE)
 def test_every_method_trains_with_finite_numbers(online_file: Path, tmp_path: Path, method: str) -> None:
     words = [f"method={method}", "algorithm.overlong.buffer=4", "algorithm.entropy=0.01"]
@@ -66,7 +67,7 @@ def test_every_method_trains_with_finite_numbers(online_file: Path, tmp_path: Pa
     assert (run / "export" / "model.safetensors").is_file() == exported
 
 
-@pytest.mark.daily("clip", "clip_cov", "policy_gradient")
+@pytest.mark.daily("clip", "clip_cov")
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name not in ("dppo_tv", "dro", "importance")])
 def test_every_loss_trains_with_as_many_updates_a_step_as_it_may(online_file: Path, tmp_path: Path, loss: str) -> None:
     several = [] if not loss_row(loss).ratio else ["algorithm.epochs=2", "batch.prompts_per_update=2"]

@@ -220,7 +220,7 @@ def test_without_judged_metrics_the_longest_curve_is_shown_first(chromium: Brows
     assert "0.31 %" not in page.evaluate("document.getElementById('metrics').innerText")
 
 
-@pytest.mark.daily
+@pytest.mark.daily("900-light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [900, 1400])
 def test_curves_are_drawn(page: Browser, tmp_path: Path, scheme: str, width: int) -> None:

@@ -163,7 +163,7 @@ def test_the_export_is_what_was_trained(
     assert exported.num_parameters() == AutoModelForCausalLM.from_pretrained(tiny_folder).num_parameters()
 
 
-@pytest.mark.daily("dpo", "ipo", "cpo", "rm", "kto", "prm")
+@pytest.mark.daily("dpo", "rm", "kto", "prm")
 @pytest.mark.parametrize("method", METHODS)
 def test_metrics_plan_and_rows_of_every_method(tiny_folder: Path, tmp_path: Path, teacher: Path, method: str) -> None:
     recipe_file = write_recipe(tmp_path, tiny_folder, method)

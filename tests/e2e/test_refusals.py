@@ -190,6 +190,7 @@ def test_weights_that_would_start_random(recipe_file: Path, tiny_folder: Path, t
         train(recipe_file, f"model.path={folder}")
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_before_loading(recipe_file: Path, tiny_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "huge"
     folder.mkdir()

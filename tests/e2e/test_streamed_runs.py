@@ -147,6 +147,7 @@ def test_preference_pairs_are_streamed(recipe_file: Path, tmp_path: Path) -> Non
     assert losses[4]["data/streamed"] == 32.0
 
 
+@pytest.mark.daily("streamed")
 @pytest.mark.parametrize("streaming", [False, True], ids=["memory", "streamed"])
 def test_a_split_text_trains_alike_in_any_packing(recipe_file: Path, tmp_path: Path, streaming: bool) -> None:
     text = tmp_path / "long.txt"

@@ -328,7 +328,7 @@ QUICK = [("sft", mode) for mode in MODES] + [("grpo", mode) for mode in MODES] +
 SLOW = [(method, mode) for method in ("dpo", "kto", "rm", "ppo") for mode in MODES if (method, mode) not in QUICK]
 
 
-@pytest.mark.daily("sft-forced", "sft-free", "grpo-chained")
+@pytest.mark.daily("sft-free", "grpo-chained")
 @pytest.mark.parametrize(("method", "mode"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_replays_on_this_device_are_in_step(recorded: dict[str, Path], method: str, mode: Mode) -> None:
     found = replay(recorded[method], mode, [], Console.silent())

@@ -156,4 +156,5 @@ def test_a_wrong_axis_or_order_of_features_is_found(place: Path, fault: str, mon
     monkeypatch.setattr(image_batch._Collected, "inputs", wrong)
     found = replayed(run)
     assert not found.in_step
-    assert [check.stage for check in found.checks if not check.passed] == ["batch"]
+    failed = [(check.step, check.stage) for check in found.checks if not check.passed]
+    assert failed == [(1, "batch"), (2, "batch")]

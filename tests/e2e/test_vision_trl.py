@@ -161,6 +161,7 @@ def test_grpo_rows_and_reward_functions_of_trl(place: Path, name: str, function:
         assert all(sample["prompt"] == wanted for sample in samples)
 
 
+@pytest.mark.slow
 def test_sft_rows_of_trl(place: Path) -> None:
     steps = trained(place, "sft", "sft", "batch: {rows_per_update: 2, tokens: 512}")
     assert len(steps) == 2

@@ -1,7 +1,7 @@
 """`@pytest.mark.daily` on a parametrised test: a few cases run every day, the others are slow.
 
-`daily("grpo", "ppo")` names the cases by their ids. `daily` without names keeps a few combinations in which every value
-of every parameter occurs.
+`daily("grpo", "ppo")` names the cases by their ids, and `daily(every=6)` takes every sixth case. `daily` without
+arguments keeps a few combinations in which every value of every parameter occurs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ def mark_slow_cases(items: Sequence[pytest.Item], config: pytest.Config) -> None
     # One case, or the last failures: the other cases are not here.
     some = config.getoption("lf", False) or any("[" in word for word in config.args)
     for test, cases in tests.items():
-        named = cases[0].get_closest_marker("daily").args
+        marker = cases[0].get_closest_marker("daily")
+        named = marker.args
         unknown = set(named) - {case.callspec.id for case in cases}
         if unknown and not some:
             raise pytest.UsageError(f"{test}: `daily` names cases that do not exist: {', '.join(sorted(unknown))}")
+        if every := marker.kwargs.get("every"):
+            named = [case.callspec.id for case in cases[::every]]
         daily = set(named) or _every_value_once(cases)
         for case in cases:
             if case.callspec.id not in daily:

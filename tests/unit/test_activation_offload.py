@@ -144,6 +144,7 @@ def test_gradients_are_bit_for_bit_those_without(
     assert travelled.back == len(travelled.out)  # each comes back once, however many have kept it
 
 
+@pytest.mark.slow
 def test_a_critic_in_bf16_is_the_same_too(folder: Path, batches: dict[bool, MicroBatch], travelled: Travelled) -> None:
     found = []
     for offload in (False, True):

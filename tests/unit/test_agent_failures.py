@@ -137,6 +137,7 @@ def program(tmp_path: Path) -> str:
     return f"command:{sys.executable} {file} {{base_url}}"
 
 
+@pytest.mark.slow
 def test_a_program_is_an_agent(tokenizer: Any, program: str) -> None:
     engine = engine_of(tokenizer, program, repeats(tokenizer))
     try:

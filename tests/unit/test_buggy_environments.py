@@ -107,7 +107,7 @@ def test_a_bug_in_any_method_fails_its_trajectory_alone(
 DAILY = [("reset", "hangs"), ("score_group", "hangs"), ("info", "spins")]
 
 
-@pytest.mark.daily("EveryBug")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["EveryBug", "EveryAsyncBug"])
 def test_a_method_without_an_end_fails_its_trajectory_alone(tiny_folder: Path, name: str) -> None:
     cases = [case for case in DAILY if name == "EveryBug" or case[1] == "hangs"]
@@ -138,6 +138,7 @@ def test_many_groups_that_hang_fail_only_themselves(tiny_folder: Path) -> None:
         check("EveryBug", case, one)
 
 
+@pytest.mark.slow
 def test_groups_wait_while_all_hosts_are_stuck(tiny_folder: Path) -> None:
     """A group that would need a third host waits until a stuck host has ended. `Watched` refuses a third host."""
     settings = RolloutSettings(environment=f"{FILE}:EveryBug", environment_args={"bugs": {}}, environment_workers=1)

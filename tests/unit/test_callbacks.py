@@ -60,6 +60,7 @@ def test_every_event_is_called_and_added_numbers_are_logged(recipe_file: Path) -
         assert metrics["own/twice"] == 2 * metrics["train/loss"]
 
 
+@pytest.mark.slow
 def test_a_function_can_save_and_stop_and_the_run_can_be_continued(recipe_file: Path) -> None:
     def second(state: TrainState, control: TrainControl) -> None:
         assert state.steps == 4

@@ -382,6 +382,7 @@ def test_what_is_proposed_fits_and_may_be_said(memory: int, each: int) -> None:
     assert all(f"{key}=" in str(found) for key in found.keys)
 
 
+@pytest.mark.slow
 def test_what_a_recipe_may_not_say_is_not_proposed() -> None:
     """A tape holds no optimizer that lives on the host."""
     free, taped = (small(1_400_000, 1, **keys) for keys in ({}, {"tape__record": True}))
@@ -392,6 +393,7 @@ def test_what_a_recipe_may_not_say_is_not_proposed() -> None:
     assert "parallel.offload" not in other.keys
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_counted_and_its_leaving_is_proposed(tmp_path: Path) -> None:
     """As large as the policy, in fp32: a device with room for one of them while it trains, and for both to generate."""
     config = copy.deepcopy(CONFIG)

@@ -91,6 +91,7 @@ def test_processes_share_a_cpu() -> None:
     refusal(verl("trainer.n_gpus_per_node=1000", "trainer.device=cpu"))
 
 
+@pytest.mark.slow
 def test_several_nodes_need_torchrun_or_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = refusal(verl("trainer.n_gpus_per_node=8", "trainer.nnodes=2"))
     assert "--nnodes 2 --nproc-per-node 8" in problem.remedy

@@ -31,6 +31,7 @@ def value(done: Conversion, key: str) -> Any:
     return found
 
 
+@pytest.mark.daily(every=4)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -43,6 +43,7 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
     return found.outcome, found.note
 
 
+@pytest.mark.daily(every=4)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -31,6 +31,10 @@ def test_named(one): ...
 @pytest.mark.parametrize("two", [[4], {5: 6}])
 def test_combined(one, two): ...
 
+@pytest.mark.daily(every=2)
+@pytest.mark.parametrize("one", [1, 2, 3])
+def test_sampled(one): ...
+
 def test_alone(): ...
 """
 
@@ -54,11 +58,13 @@ def test_the_cases_that_run_daily(tmp_path: Path) -> None:
         "test_named[b]",
         "test_named[c]",
         *sorted(combined, key=lambda name: name.split("[")[1]),
+        "test_sampled[1]",
+        "test_sampled[3]",
         "test_alone",
     ]
     slow = names(collected(tmp_path, TESTS, "-m", "slow"))
     assert {"test_named[a]", "test_named[long]"} < set(slow)
-    assert len(slow) == 2 + 3
+    assert len(slow) == 2 + 3 + 1
 
 
 @pytest.mark.slow

@@ -286,6 +286,7 @@ def test_the_command_works_when_torch_does_not(tmp_path: Path) -> None:
     assert broken.returncode == (0 if Machine().version("torch_npu") else 1), broken.stdout
 
 
+@pytest.mark.slow
 def test_pins_and_refusals_of_the_command(tmp_path: Path) -> None:
     assert cold_lockstep("doctor", "--pins", "cpu").stdout.startswith("# cpu: CPU\n")
     for words in (["--pins", "nothing"], ["--device", "gpu"]):

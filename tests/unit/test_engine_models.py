@@ -125,6 +125,7 @@ class Off(HfEngine):
             yield replace(made, logprobs=[logprob - 0.01 for logprob in made.logprobs])
 
 
+@pytest.mark.slow
 def test_a_model_that_trains_and_cannot_be_cached_is_refused_by_the_engine(tmp_path: Path, tiny_folder: Path) -> None:
     """DeepSeek-V4 caches compressed keys in classes of its own."""
     folder = write_model(tmp_path / "model", uncached_config(), tiny_folder)
@@ -193,6 +194,7 @@ def adapted(tmp_path: Path, tiny_folder: Path) -> tuple[Policy, Path]:
     return load(folder, Lora(rank=4, alpha=8.0)), folder
 
 
+@pytest.mark.slow
 def test_an_adapter_is_active_and_not_merged(adapted: tuple[Policy, Path]) -> None:
     policy, folder = adapted
     asked = prompts(4, seed=3)

@@ -141,7 +141,7 @@ def test_a_second_call_starts_without_sessions(policy: Policy) -> None:
     assert engine.prompt_counts() == PrefillCounts(computed=len(ids) - 1)
 
 
-@pytest.mark.daily("bamba-Cpu")
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [Cpu, Recorder])
 @pytest.mark.parametrize("family", ["bamba", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_states_of_recurrent_layers_continue(family: str, device: type[Device]) -> None:

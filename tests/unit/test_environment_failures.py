@@ -131,6 +131,7 @@ def test_an_endless_environment_ends_at_the_limit_of_turns(tokenizer: Any) -> No
     assert (reasons, stops) == (["", ""], ["completed", "max_turns"])
 
 
+@pytest.mark.slow
 def test_methods_that_hang_are_named_and_their_host_is_replaced(tokenizer: Any) -> None:
     methods = ("reset", "step", "score", "close")
     bugs = {str(row): [method, "hangs"] for row, method in enumerate(methods, 1)}
@@ -183,6 +184,7 @@ def test_many_stuck_threads_end_with_few_hosts(tokenizer: Any) -> None:
     assert hosts.most <= 2
 
 
+@pytest.mark.slow
 def test_a_hanging_trajectory_delays_no_other(tokenizer: Any) -> None:
     bugs = {"0": ["step", "hangs"]}
     engine = engine_of(tokenizer, "Buggy", environment_args={"bugs": bugs}, step_timeout=2.0)
@@ -199,7 +201,7 @@ def test_coroutines_that_hang_are_cancelled(tokenizer: Any) -> None:
     assert len(hosts.started) == 1
 
 
-@pytest.mark.daily("blocks-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "others"), [("stays", 0), ("blocks", 1)])
 def test_a_coroutine_that_cannot_be_cancelled_is_killed_with_its_host(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, how: str, others: int

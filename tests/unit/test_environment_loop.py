@@ -488,6 +488,7 @@ def test_a_tool_that_may_take_longer_than_its_limit_is_refused(tools: list[str])
     host_setup(RolloutSettings(tools=tools, step_timeout=10.5))
 
 
+@pytest.mark.slow
 def test_a_tool_over_its_time_limit_is_a_message_and_its_host_is_replaced(caller: Any, tools_file: Path) -> None:
     made, hosts = with_tools(caller, tools_file, CALL % ("slow", "{}"))
     found = made.trajectory

@@ -44,6 +44,7 @@ def test_a_run_says_once_what_was_replaced(
     assert evidence["fused"] == {"model": ["5 x RMSNorm by rms_norm"]}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fused_norms")
 def test_a_critic_says_it_too(online_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", online_file, "method=ppo", "run.steps=1") == 0

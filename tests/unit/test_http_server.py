@@ -280,6 +280,7 @@ def closing_time(work: Callable[[int], socket.socket]) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_the_server_ends_in_time_whatever_clients_do() -> None:
     def idle(port: int) -> socket.socket:
         return socket.create_connection(("127.0.0.1", port), HANG)

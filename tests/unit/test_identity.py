@@ -175,6 +175,7 @@ def test_the_same_folder_named_as_the_reference_is_no_other_model(recipe_of, tin
     assert AGREE in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_ask_again(recipe_of, tmp_path: Path, capsys) -> None:
     """After some steps the two are no longer the same."""
     words = ["run.steps=4", "checkpoint.every=2", "checkpoint.keep_last=9"]

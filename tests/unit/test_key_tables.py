@@ -233,6 +233,7 @@ def refused_commands() -> Iterator[Any]:
         yield pytest.param(row, peer, table, words, f"--{row.name(dotted)}", id=f"{table} {row.key}")
 
 
+@pytest.mark.daily(every=6)
 @pytest.mark.parametrize(("row", "peer", "table", "words", "where"), refused_commands())
 def test_a_refusal_names_key_reason_and_remedy(
     row: KeyRow, peer: str, table: str, words: list[str], where: str

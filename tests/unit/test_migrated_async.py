@@ -54,6 +54,7 @@ def test_the_threshold_is_rounded_up_to_steps(threshold: str, steps: int | None)
     assert fully(f"{T}.staleness_threshold={threshold}").rollout.max_staleness == steps
 
 
+@pytest.mark.slow
 def test_old_log_probs_come_from_the_engine_unless_they_are_recomputed() -> None:
     correction = fully().algorithm.rollout_correction
     assert (correction.bypass, correction.weight) == (True, "none")
@@ -116,6 +117,7 @@ def test_keys_of_the_asynchronous_program_do_not_pass_silently() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_gives_way_to_asynchronous_generation() -> None:
     sizes = (f"{A}.strategy=megatron", f"{A}.megatron.tensor_model_parallel_size=4")
     assert fully(*sizes).parallel.tensor_parallel == 1

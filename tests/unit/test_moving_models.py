@@ -101,6 +101,7 @@ def test_padded_pairs_are_compared_with_a_reference_at_its_own_positions(
     assert metrics["train/loss"] == pytest.approx(sum(losses) / 3, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_reference", [False, True], ids=["the model", "the reference"])
 def test_eval_scores_pairs_at_their_own_positions(
     with_reference: bool, moving: Path, plain: Path, tmp_path: Path

@@ -49,6 +49,7 @@ def test_a_repeat_is_seldom_called_different(memory: float, repeats: int) -> Non
     assert rate_of_alarms(repeats, 150, 0.0, lambda draw: autoregressive(draw, 150, memory)) <= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [0.0, 0.5])
 def test_a_shift_of_three_deviations_is_found(memory: float) -> None:
     assert rate_of_alarms(1, 150, 3.0, lambda draw: autoregressive(draw, 150, memory)) >= 0.99

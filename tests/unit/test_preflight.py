@@ -299,6 +299,7 @@ def refused(command: Callable[[], object]) -> list[Problem]:
     return refusal.value.problems
 
 
+@pytest.mark.daily(every=4)
 @pytest.mark.parametrize("name", CASES)
 def test_plan_refuses_what_train_refuses(name: str, broken: Broken, capsys: pytest.CaptureFixture[str]) -> None:
     found: list[PreflightCheck] = []

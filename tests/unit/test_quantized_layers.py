@@ -124,6 +124,7 @@ def test_the_adapter_starts_as_without_quantisation(tiny_folder: Path) -> None:
         assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_folder: Path) -> None:
     plain = moved(load_policy(settings_of(tiny_folder), CPU, "sdpa", 0))
     again = moved(load_policy(settings_of(tiny_folder, gradient_checkpointing=True), CPU, "sdpa", 0))

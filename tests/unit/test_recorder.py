@@ -82,6 +82,7 @@ def test_signs_and_samples_are_the_same_in_every_version_of_torch() -> None:
     assert torch.equal(lockstep_record._sampled(1000), sampled(1000))
 
 
+@pytest.mark.slow
 def test_recording_changes_no_number(model: str, tape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a bit of the weights without modules; with them gradients of a snapshot may be summed in another order."""
     recorded = plain(model, str(tmp_path / "tape"), modules=())
@@ -185,7 +186,7 @@ def other_weights(network: Any) -> None:
         network.model.layers[0].mlp.up_proj.weight[0] *= 1.5
 
 
-@pytest.mark.daily("backward-gradient-model.layers.1.mlp.up_proj", "other_weights-weights-None")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "stage", "module"),
     [

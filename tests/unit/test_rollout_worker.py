@@ -271,6 +271,7 @@ def test_a_worker_that_cannot_load_says_why(recipe: Recipe, tmp_path: Path) -> N
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) -> None:
     """The worker's own side, in this process. There are two rows; the slow response comes with the first weights, and
     each later hand-over, eight rounds after the one before, brings more short ones than the rows can take."""

@@ -185,6 +185,7 @@ def test_the_rule_returns_a_failure(programs: Path, monkeypatch: pytest.MonkeyPa
     assert "no space left" in outcome.why
 
 
+@pytest.mark.slow
 def test_a_tool_whose_sandbox_does_not_start_fails_its_trajectory(
     programs: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
 ) -> None:

@@ -342,6 +342,7 @@ def test_limits_of_body_queue_and_time(speaker: Path) -> None:
         small.close()
 
 
+@pytest.mark.slow
 def test_requests_that_are_no_requests(address: str, app: LanguageModelApp) -> None:
     status, message = error_of(raw(address, b"hello\r\n\r\n"))
     assert status == 400

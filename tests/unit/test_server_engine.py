@@ -214,6 +214,7 @@ def test_a_server_that_is_lost_in_mid_step_is_given_the_weights_again(
     assert len(seeds) == 7
 
 
+@pytest.mark.slow
 def test_a_server_that_came_back_with_other_weights_is_found_out(
     policy: Policy, embedded: Path, tmp_path: Path
 ) -> None:
@@ -253,6 +254,7 @@ def test_samples_are_shared_and_asked_again_elsewhere(policy: Policy, embedded: 
         assert asked[1] == 6
 
 
+@pytest.mark.slow
 def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_path: Path) -> None:
     aborted: list[int] = []
 
@@ -318,6 +320,7 @@ def test_a_response_that_the_servers_context_cut_ends_the_run(policy: Policy, em
         assert "was cut after 11 of 12" in refused(server.address, policy, embedded, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up(policy: Policy, embedded: Path, tmp_path: Path) -> None:
     with replaying("vllm") as server:
         address = server.address
@@ -406,6 +409,7 @@ def test_a_server_of_others_that_does_not_come_back_may_work_after_a_restart(
             run(engine, requests(), SAMPLED)
 
 
+@pytest.mark.slow
 def test_a_response_that_is_lost_with_every_server_may_be_had_after_a_restart(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,6 +498,7 @@ class Ranks(World):
         return [self.laid.pop(0), value]
 
 
+@pytest.mark.slow
 def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None:
     laid: list[Any] = []
     cut = CutOff()
@@ -547,6 +552,7 @@ class StuckPush:
         return (self.health, None) if self.stuck and path == "/health" else (200, answer)
 
 
+@pytest.mark.slow
 def test_a_push_to_an_engine_that_died_ends_and_leaves_no_weights_behind(
     policy: Policy, embedded: Path, tmp_path: Path, soon: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -590,6 +596,7 @@ def test_a_push_that_takes_long_is_told_and_waited_for(
     assert pushes(server) == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_connections_and_says_nothing_is_busy(soon: None) -> None:
     """As an event loop does that loads weights, or a process that is stopped."""
     with socket.socket() as silent, socket.socket() as closed:

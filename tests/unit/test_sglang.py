@@ -178,6 +178,7 @@ def test_a_truncated_probe_is_passed(still: Policy, folder: Path, shared: Server
     assert asked[-1].get("return_sampling_mask", False) == (truncated == "mask")
 
 
+@pytest.mark.slow
 def test_stop_texts_end_a_response_where_the_built_in_engine_ends_it(
     engine: ServerEngine, still: Policy, folder: Path, requests: list[Request]
 ) -> None:
@@ -467,6 +468,7 @@ def test_a_push_that_fails_half_way_ends_the_run(policy: Policy, folder: Path, m
         assert "the last checkpoint is untouched" in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_half_way_leaves_a_server_that_the_next_run_can_use(
     policy: Policy, folder: Path, requests: list[Request]
 ) -> None:
@@ -578,6 +580,7 @@ def drawn(server: Server) -> set[tuple[int, int]]:
     return {(how["sampling_seed"], how["max_new_tokens"]) for how in bodies if how["temperature"] == MIXED.temperature}
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_had_not_finished_is_asked_of_the_other(
     policy: Policy, folder: Path, requests: list[Request]
 ) -> None:

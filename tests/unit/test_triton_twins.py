@@ -32,10 +32,12 @@ for name, check in (everywhere | triton_host_checks.CHECKS).items():
 """
 
 EVERYWHERE = triton_checks.CHECKS | paged_checks.CHECKS | quantized_checks.CHECKS | recurrent_checks.CHECKS
-# Whole models whose kernels are checked one by one too: by the interpreter they take longest.
+# The interpreter takes longest for whole models, and several seconds for each of the others.
 LONG = {
     *("generating", "generating_engine", "generating_in_low_precision", "generating_models", "hooked", "models"),
-    *("recurrent_models", "kept_by_recurrent_layers"),
+    *("recurrent_models", "kept_by_recurrent_layers", "decoding", "linear_rules", "eight_bit_steps", "convolutions"),
+    *("products_with_few_rows", "adamw", "drawing_tokens", "dequantizing", "grouped_experts", "value_sizes"),
+    *("grouped_norm_of_nemotron", "codes_of_training", "latents", "rows_of_logits"),
 }
 
 

@@ -313,6 +313,7 @@ def test_a_file_without_decorated_functions_is_refused(tmp_path: Path, stand_ins
         verl_tools(str(file), "rollout.tools")
 
 
+@pytest.mark.slow
 def test_a_bad_file_is_refused_before_training(tokenizer: Any, tools: Path) -> None:
     tools.write_text(BAD["no module"][0], encoding="utf-8")
     ids = tokenizer.apply_chat_template(question().prompt, add_generation_prompt=True)["input_ids"]

@@ -288,6 +288,7 @@ CHANGING = (
 )
 
 
+@pytest.mark.slow
 def test_rows_of_a_template_that_changes_earlier_turns(
     folders: dict[str, Path], hosts: dict[str, EnvironmentHosts]
 ) -> None:
@@ -364,6 +365,7 @@ def test_a_model_without_images_refuses_them(folders: dict[str, Path], hosts: di
     assert "the model reads no images" in made.failure
 
 
+@pytest.mark.slow
 def test_a_prompt_as_raw_text_keeps_its_images(folders: dict[str, Path], hosts: dict[str, EnvironmentHosts]) -> None:
     scene = Scene(folder_of(folders, "qwen2_5_vl"), hosts, "Raw")
     made = scene.run([scene.prompt(0, "compare # and #", [picture(1, 56, 84), picture(2)])])

@@ -77,6 +77,7 @@ def _check_attention() -> None:
             assert torch.allclose(mine.double(), other, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.slow
 def test_products_are_rounded_once_and_fp32_is_left_alone() -> None:
     code = CHILD.format(tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)

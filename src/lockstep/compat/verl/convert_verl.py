@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from lockstep.compat.conversion_output import lockstep_defaults, program_name
@@ -77,9 +78,14 @@ def _defaults(program: str, trainer: str, read: ReadCommand) -> dict[str, Any]:
 
 def _unread(read: ReadCommand, keys: set[str]) -> dict[str, str]:
     """Returns the keys that the command adds with `+`, that no release of verl has and that no row covers."""
-    known = {_old_name(key) for key in stored_keys()}
     added = {_old_name(key, read.groups) for key in read.added}
-    return {key: f"verl {read.version} does not read this key" for key in keys & added if key not in known}
+    return dict.fromkeys((keys & added) - _known_keys(), f"verl {read.version} does not read this key")
+
+
+@cache
+def _known_keys() -> frozenset[str]:
+    """Returns the older names of the keys of all releases."""
+    return frozenset(map(_old_name, stored_keys()))
 
 
 def _parts(version: str) -> tuple[int, ...]:
