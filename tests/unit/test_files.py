@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+from lockstep.model.tiny import write_tiny
+from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.run.files import checksum, replace_text, written_aside
 
 
@@ -63,3 +67,20 @@ def test_a_checksum_is_that_of_all_bytes(tmp_path: Path, size: int) -> None:
     content = bytes(number % 251 for number in range(size))
     (tmp_path / "file").write_bytes(content)
     assert checksum(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_other_users_can_read_a_new_model_folder(tmp_path: Path) -> None:
+    """safetensors writes private files, and a temporary folder is private."""
+    before = os.umask(0o022)
+    try:
+        for write, name in ((write_tiny, "text"), (write_tiny_vlm, "vision")):
+            write(tmp_path / name, hidden=64, layers=1)
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o755
+            modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / name).iterdir()}
+            assert "model.safetensors" in modes
+            assert set(modes.values()) == {0o644}, modes
+        os.umask(0o077)  # a user who wants private files
+        write_tiny(tmp_path / "private", hidden=64, layers=1)
+        assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "private").iterdir()} == {0o600}
+    finally:
+        os.umask(before)

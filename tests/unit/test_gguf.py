@@ -68,3 +68,6 @@ def test_an_imported_model_has_the_values_of_the_file(tiny_folder: Path, tmp_pat
     found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tiny_folder))
     assert all(bool((found[name] == tensor).all()) for name, tensor in wanted.items())
     assert (gguf.GGUFReader, gguf.dequantize) == (reader, function)
+    assert (
+        len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+    )  # weights are as readable as config.json

@@ -60,6 +60,9 @@ def test_a_dequantised_folder_is_a_model(case: str, tiny_folder: Path, tmp_path:
     assert "quantization_config" not in config
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     assert {file.name for file in (tmp_path / "out").iterdir()} == {file.name for file in tiny_folder.iterdir()}
+    assert (
+        len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+    )  # weights are as readable as config.json
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", trust_remote_code=False)
     parameters = dict(model.named_parameters())
     assert done.weights == sum(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import Refusal, unwritten
-from lockstep.run.files import written_aside
+from lockstep.run.files import share_model, written_aside
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,7 @@ def dequantize_folder(source: Path, out: Path, dtype: str = "bf16") -> Dequantiz
             aside.mkdir(exist_ok=True)
             size = _write_weights(stored, aside, dtype, str(source))
             _copy_settings(source, aside, dtype)
+            share_model(aside)
     except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(out, error) from error
     weights = sum(stored.is_quantized(name) for name in stored)

@@ -42,7 +42,7 @@ from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import StoredTensors, shapes_of
 from lockstep.recipe.schema import Lora, Model
 from lockstep.run.checkpoint import Checkpoint
-from lockstep.run.files import written_aside
+from lockstep.run.files import share_model, written_aside
 from lockstep.run.tensor_file import link_model, write_model
 
 if TYPE_CHECKING:
@@ -378,11 +378,7 @@ def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path
             if template.is_file():  # the chat template of the run replaces that of the model
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             tokenizer.save_pretrained(aside)
-            # Weight files were written with owner-only permissions. All files get the mode of the tokenizer's file.
-            mode = (aside / "tokenizer_config.json").stat().st_mode
-            # A file that the export shares with its checkpoint is read-only, because a change would damage both.
-            for file in aside.iterdir():
-                file.chmod(mode & 0o444 if file.stat().st_nlink > 1 else mode)
+            share_model(aside, like="tokenizer_config.json")
     except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(out, error, "run `lockstep export` again; checkpoints are unchanged") from error
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import Refusal, first_line, missing_extra, unwritten
-from lockstep.run.files import written_aside
+from lockstep.run.files import share_model, written_aside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +64,7 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
         with written_aside(folder, over=True) as aside:
             save_model(model, aside)
             tokenizer.save_pretrained(aside)
+            share_model(aside)
     except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(folder, error) from error
     count = sum(p.numel() for p in model.parameters())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.run.files import share_model
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 HEAD_SIZE = 32
@@ -41,6 +42,7 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
     with tempfile.TemporaryDirectory() as aside:
         tokens = _save_tokenizer(Path(aside))
         _save_model(Path(aside), tokens, seed, hidden, layers)
+        share_model(Path(aside))
         refuse_overwriting(Path(aside), folder)
         shutil.copytree(aside, folder, dirs_exist_ok=True)
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +58,16 @@ def take_name(aside: Path, path: Path, *, over: bool = False, durable: bool = Tr
     aside.replace(path)
     if durable:
         sync_path(path.parent)
+
+
+def share_model(folder: Path, like: str = "config.json") -> None:
+    """Gives a new model folder and its files the permissions of the file `like`. safetensors writes files that only
+    their owner can read, and temporary folders are private."""
+    mode = stat.S_IMODE((folder / like).stat().st_mode)
+    folder.chmod(mode | (mode & 0o444) >> 2)
+    for file in folder.iterdir():
+        # A file that an export shares with its checkpoint is read-only, because a change would damage both.
+        file.chmod(mode & 0o444 if file.stat().st_nlink > 1 else mode)
 
 
 def _remove(aside: Path) -> None:

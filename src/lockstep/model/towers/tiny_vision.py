@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.model.tiny import CONTEXT, HEAD_SIZE, initialise, refuse_overwriting, tiny_tokenizer
+from lockstep.run.files import share_model
 from lockstep.vision.families import FAMILIES
 
 PATCH, MERGE = 14, 2
@@ -41,6 +42,7 @@ def write_tiny_vlm(folder: Path, *, seed: int = 0, hidden: int = 128, layers: in
     with tempfile.TemporaryDirectory() as aside:
         ids = _save_processor(Path(aside))
         _save_model(Path(aside), ids, seed, hidden, layers)
+        share_model(Path(aside))
         refuse_overwriting(Path(aside), folder)
         shutil.copytree(aside, folder, dirs_exist_ok=True)
 
