@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.train.start import run_recipe
 from lockstep.types import Example, Request, Sampling
 from lockstep.vision.images import png_bytes
+from refusals import refuses
 from runs import close, facts, stored
 from vision_families import CONFIGS, rows_of, write_family
 
@@ -206,3 +208,25 @@ def test_squares_are_learned_from_their_images_only(tmp_path: Path, record_prope
     assert found["own images"] >= 0.95, found
     assert found["other images"] <= 0.35, found
     assert found["text only"] <= 0.35, found
+
+
+def test_changed_images_and_processors_are_refused_on_resume(place: Path, tmp_path: Path) -> None:
+    """A run resumes at a position in its rows, and their images belong to them."""
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs"))
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(place=tmp_path), encoding="utf-8")
+    words = ["run.name=changed", "model.vision=freeze", "checkpoint.every=1", "run.export=false"]
+    run_recipe(load_recipe(str(tmp_path / "recipe.yaml"), [*words, "run.steps=1"]))
+    image, processor = tmp_path / "2.png", tmp_path / "model" / "preprocessor_config.json"
+    before = image.read_bytes(), processor.read_bytes()
+    for side in (56, 28):  # of the same and of another size
+        pixels = draw_squares("yellow", (1,))[:side, :side]
+        image.write_bytes(png_bytes(pixels))
+        with refuses("data.train", "changed-data", "2.png has other content"):
+            run_recipe(load_recipe(str(tmp_path / "recipe.yaml"), words))
+    image.write_bytes(before[0])
+    processor.write_text(before[1].decode().replace("0.48145466", "0.9"), encoding="utf-8")
+    with refuses("model.path", "changed-model", "preprocessor_config.json has other content"):
+        run_recipe(load_recipe(str(tmp_path / "recipe.yaml"), words))
+    processor.write_bytes(before[1])
+    run_recipe(load_recipe(str(tmp_path / "recipe.yaml"), words))
+    assert len(facts(tmp_path / "runs" / "changed")) == 3

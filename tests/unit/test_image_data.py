@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lockstep.commands.generate import Conversation
 from lockstep.commands.show import image_lines, render
 from lockstep.data import row_cache
 from lockstep.data.dataset import Dataset, RowRequest, load_rows
@@ -126,6 +127,44 @@ def test_bytes_of_a_hugging_face_column(folder: Path, tmp_path: Path) -> None:
     assert found.images[0].ref.digest == same.images[0].ref.digest
 
 
+@pytest.mark.parametrize("named", ["sub", "./sub", "{here}/sub", "s*b/**/*.jsonl", "sub/rows.jsonl", "."])
+def test_paths_are_relative_to_the_data_file(
+    folder: Path, tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the source is the file, a folder or a pattern, from the working folder or from the root."""
+    (tmp_path / "sub").mkdir()
+    written(tmp_path / "sub", [FORMATS["verl"]])
+    monkeypatch.chdir(tmp_path / "sub" if named == "." else tmp_path)
+    (found,) = read(folder, Path(named.format(here=tmp_path)))
+    assert found.images[0].ref.digest == hashlib.sha256(PNG).hexdigest()
+
+
+def test_nested_columns(folder: Path, tmp_path: Path) -> None:
+    row = {"told": {"question": f"<image>{QUESTION}", "answers": [ANSWER]}, "images": [PATH]}
+    keys = {"prompt_key": "told.question", "response_key": "told.answers.0"}
+    (found,) = read(folder, written(tmp_path, [row]), **keys)
+    (same,) = read(folder, written(tmp_path, [FORMATS["verl"]]))
+    assert (list(found.ids), found.loss_mask) == (list(same.ids), same.loss_mask)
+
+
+def test_images_come_before_the_first_question_of_a_history(folder: Path, tmp_path: Path) -> None:
+    row = {"instruction": QUESTION, "output": ANSWER, "history": [["First?", "yes"]], "images": [PATH]}
+    (found,) = read(folder, written(tmp_path, [row]))
+    text = load_tokenizer(str(folder)).decode(list(found.ids))
+    assert text.startswith("<|im_start|>user\n<|vision_start|>")
+    assert "<|vision_end|>First?<|im_end|>" in text
+
+
+def test_csv_has_lists_as_json_and_empty_cells(folder: Path, tmp_path: Path) -> None:
+    path = written(tmp_path, [], "rows.csv")
+    two = json.dumps([PATH, "pictures/b.png"]).replace('"', '""')
+    path.write_text(f'prompt,response,images\n<image>a<image>,x,"{two}"\n<image>a,x,{PATH}\na,x,\n')
+    found = read(folder, path)
+    assert [[Path(str(image.ref.path)).name for image in one.images] for one in found] == [
+        ["a.png", "b.png"], ["a.png"], []
+    ]  # fmt: skip
+
+
 def test_images_keep_their_order(folder: Path, tmp_path: Path) -> None:
     row = {"messages": chat("<image> or <image>?"), "images": ["pictures/b.png", PATH]}
     (found,) = read(folder, written(tmp_path, [row]))
@@ -160,6 +199,9 @@ BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         (),
     ),
     "video": ({"messages": parts({"type": "video", "video": "a.mp4"})}, "not-text", ("video",)),
+    "NUL": ({"messages": chat("<image>?"), "images": ["a\0.png"]}, "no-such-file", ("null",)),
+    "empty path": ({"messages": chat("<image>?"), "images": [""]}, "empty-field", ("path",)),
+    "system column": ({"system": "<image>", **FORMATS["LLaMA-Factory"]}, "wrong-count", ("the column system",)),
 }
 
 
@@ -229,6 +271,13 @@ def test_a_changed_image_or_processor_gives_no_stale_row(folder: Path, tmp_path:
     processors.image_processor.cache_clear()
     (smaller,) = read(changed, path, cache=cache)
     assert (same.images[0].tokens, smaller.images[0].tokens) == (4, 1)
+
+
+def test_generate_refuses_a_placeholder_without_its_image(folder: Path) -> None:
+    model = Conversation(str(folder), "cpu", max_new_tokens=2, temperature=0.0, seed=0, system=None)
+    assert isinstance(model.answer("What <image>?"), str)
+    with refuses("the prompt", "not-text", "<|image_pad|>", remedy="--image"):
+        model.answer("What <|image_pad|>?")
 
 
 def test_images_need_a_recent_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_a_path_may_leave_the_folder_of_the_rows(qwen: Path, tmp_path: Path) -> 
 def test_a_row_without_images_is_text(column: Any, qwen: Path, tmp_path: Path) -> None:
     (row,) = read(qwen, tmp_path, chat("how much?", images=column))
     assert row.images == ()
-    with refuses("line 2", "wrong-count", "1 image placeholders", remedy="<image>"):
+    with refuses("line 2", "wrong-count", "1 image placeholder,", remedy="<image>"):
         read(qwen, tmp_path, chat("a"), chat("<image>?", images=column))
 
 

@@ -29,6 +29,7 @@ from lockstep.run.console import Console
 from lockstep.run.output import write
 from lockstep.serve.text_stream import TextStream
 from lockstep.types import Message, Origin, Question, Request, Sampling
+from lockstep.vision.families import FAMILIES
 
 _HERE = Origin("the prompt", 0)
 Hear = Callable[[str], None]
@@ -69,6 +70,10 @@ class Conversation:
                 loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
             except Refusal as refusal:
                 raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
+        config = load_config(folder)
+        family = FAMILIES.get(config.model_type)
+        self.placeholder = "" if family is None else family.spelled(config, self.tokenizer).pad
+        """The token in place of which the model gets a feature of an image, or an empty text."""
         self.model = loaded.to(chosen.torch_device()).eval()
         self.context: int | None = getattr(text_config(loaded.config), "max_position_embeddings", None)
         """The maximum number of tokens of conversation plus answer, or None if the model's config has no limit."""
@@ -115,6 +120,9 @@ class Conversation:
 
     def _generate(self, ids: list[int], hear: Hear) -> str:
         sampling = self.sampling
+        if self.placeholder and self.tokenizer.convert_tokens_to_ids(self.placeholder) in ids:
+            why = f"contains {self.placeholder}, which is the model's placeholder of an image"
+            raise Refusal.at("the prompt", why, "remove it, or give the image with --image", code="not-text")
         if self.context:
             left = self.context - len(ids)
             if left < 1:

@@ -216,6 +216,19 @@ def _read_images(arrays: Arrays, distinct: Sequence[Any], number: int) -> tuple[
     return tuple(found)
 
 
+def image_files(items: Sequence[Any]) -> dict[str, str]:
+    """Returns the digest of each image file of stored items, by path, in the order of the rows."""
+    if isinstance(items, Joined):
+        return {path: digest for part in items.parts for path, digest in image_files(part).items()}
+    if isinstance(items, Store):
+        named = ((path, digest) for digest, path, *_ in items.about.get("images") or ())
+    else:
+        groups = (_prompt_sequence(item) if isinstance(item, Prompt) else item.examples for item in items)
+        refs = (image.ref for group in groups for example in group for image in example.images)
+        named = ((ref.path, ref.digest) for ref in refs)
+    return {path: digest for path, digest in named if path is not None}
+
+
 def unchanged_images(about: Mapping[str, Any]) -> bool:
     """Returns whether the image files of stored items still have the content that the items were made from."""
     named = ((digest, path) for digest, path, *_ in about.get("images") or () if path is not None)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
-from lockstep.data.array_store import Joined, OriginOf, Store, sequences, stored, unchanged_images
+from lockstep.data.array_store import Joined, OriginOf, Store, image_files, sequences, stored, unchanged_images
 from lockstep.data.encode import dialogue as special_text
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.encoding import OverLimit
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 NAMED = 3
+# Image files whose digests a checkpoint contains.
+NAMED_IMAGES = 1000
 """A message lists at most this many dropped rows."""
 
 
@@ -309,6 +313,13 @@ class RowRequest(Generic[LoadedT]):
     """Maximum number of tokens of a row."""
 
 
+def _described_images(images: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the identity of the image files of a source. A resumed run compares the hash of their contents, not their
+    names. The digests of the first files name a changed file."""
+    contents = hashlib.sha256("\n".join(images.values()).encode()).hexdigest()
+    return {"fingerprint": contents, "files": dict(islice(images.items(), NAMED_IMAGES))}
+
+
 def load_rows(
     request: RowRequest[LoadedT],
     advance: Callable[[int], None] = lambda rows: None,
@@ -323,7 +334,7 @@ def load_rows(
     loaded = request.kind(weights=weights or None, fingerprints=[rows.described() for rows in rowsets])
     problems: list[Problem] = []
     all_dropped: list[Problem] = []
-    for source, rows in zip(sources, rowsets, strict=True):
+    for source, rows, described in zip(sources, rowsets, loaded.fingerprints, strict=True):
         reader = open_rows(ColumnFinder(source, data, rows.columns, rows.partly), tokenizer, limit)
         count = rows_taken(source, rows)
         several = worth_keeping(count, open_rows)
@@ -335,6 +346,8 @@ def load_rows(
             continue
         origin_of = rows.origins()
         loaded.sources.append(Joined([loaded.take(part, origin_of) for part in parts]))
+        if images := image_files(loaded.sources[-1]):
+            described["images"] = _described_images(images)
         if isinstance(reader, Tallied):
             reader.tally = sum((Counter(part.about["tally"]) for part in parts), Counter())
         first = f"the first {count:,} of " if count < len(rows) else ""

@@ -26,7 +26,7 @@ from lockstep.recipe.keys_data import Data, Source
 from lockstep.run.caches import ROWS, cache_home
 from lockstep.run.files import ASIDE
 from lockstep.version import PACKAGE_FOLDER
-from lockstep.vision.images import file_digest
+from lockstep.vision.images import PROCESSOR_FILES, file_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ _UNUSED_KEYS = {
 }
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "pyarrow", "pillow", "numpy")
 # Files of a model folder that affect the pixels and tokens of images.
-_PROCESSOR = ("config.json", "preprocessor_config.json", "processor_config.json")
+_PROCESSOR = ("config.json", *PROCESSOR_FILES)
 # Temporary files older than this number of seconds are left over from killed runs.
 _LEFT_AFTER = 24 * 3600
 

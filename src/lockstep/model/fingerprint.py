@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.run.files import checksum
+from lockstep.vision.images import PROCESSOR_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ SETTINGS_FILES = (
     # score_stats.json: score normalisation of a reward model; process_reward.json: label tokens of a PRM.
     "score_stats.json",
     "process_reward.json",
+    *PROCESSOR_FILES,
 )
 # Of files above WHOLE_BYTES only PIECES evenly spaced blocks of PIECE bytes are read. Files with different weights
 # differ in every block, so a sample of the blocks detects a difference.
@@ -89,7 +91,8 @@ def differing_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Describes each file that changed between two fingerprints of a folder."""
     changed = [f"{name} has other content" for name in before if name in now and before[name] != now[name]]
     gone = [f"{name} is missing" for name in before if name not in now]
-    return changed + gone + [f"{name} is new" for name in now if name not in before]
+    # Older versions stored no digests of the image processor.
+    return changed + gone + [f"{name} is new" for name in now if name not in before and name not in PROCESSOR_FILES]
 
 
 def model_files(folder: str) -> dict[str, str]:

@@ -166,9 +166,10 @@ class Checkpointer:
         optimizers = [learner.optimizer for learner in self.models.learners]
         for sentence in weight_decay_changes(state, optimizers, run.recipe.optim):
             console.warn(sentence)
+        # First the models: a changed tokenizer or image processor changes the tokens of the rows, too.
+        accepted = refuse_changed_models(state.models, self.fingerprints, accepted=self.accept_changed)
         for sentence in refuse_changed_data(state.data, run.prepared.fingerprints):
             console.warn(sentence)
-        accepted = refuse_changed_models(state.models, self.fingerprints, accepted=self.accept_changed)
         for key, files in accepted.items():
             console.warn(f"resuming although the model of {key} has changed (--accept-changed): {', '.join(files)}")
         if not state.models:

@@ -260,7 +260,7 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str
     unlike = {
         part: _differences(before.get(part, []), now.get(part, []))
         for part in ("train", "val")
-        if _fingerprints(before, part) != _fingerprints(now, part)
+        if _fingerprints(before, now, part) != _fingerprints(now, before, part)
     }
     problems = [
         Problem(
@@ -281,8 +281,15 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str
     return [f"data.val: {one}; val/ metrics before and after are not comparable" for one in unlike.get("val", [])]
 
 
-def _fingerprints(data: dict[str, Any], part: str) -> list[str]:
-    return [source["fingerprint"] for source in data.get(part, [])]
+def _fingerprints(data: dict[str, Any], other: dict[str, Any], part: str) -> list[str]:
+    """Returns the fingerprints of the sources, and of their image files if both runs have them: older versions stored
+    none."""
+    found, others = [], other.get(part, [])
+    for number, source in enumerate(data.get(part, [])):
+        found.append(source["fingerprint"])
+        if "images" in source and number < len(others) and "images" in others[number]:
+            found.append(source["images"]["fingerprint"])
+    return found
 
 
 def _kept(data: dict[str, Any]) -> str:
@@ -306,6 +313,15 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
     ]
     if len(before) != len(now):
         found.append(f"the checkpoint was trained on {len(before)} files, now there are {len(now)}")
+    old_images, new_images = (
+        {path: digest for source in sources for path, digest in source.get("images", {}).get("files", {}).items()}
+        for sources in (old, new)
+    )
+    changed = [path for path, digest in new_images.items() if old_images.get(path, digest) != digest]
+    if changed:
+        found.append(f"the image {_first(changed)} has other content")
+    elif not found and [source["fingerprint"] for source in old] == [source["fingerprint"] for source in new]:
+        found.append("an image file of the rows has other content")
     return found or ["the order or the grouping of the files has changed"]
 
 

@@ -11,8 +11,10 @@ import base64
 import binascii
 import hashlib
 import io
+import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from lockstep.vision.spans import ImageRef
 
 Row = dict[str, Any]
 
+# Files of a model folder that determine the pixels of images.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Columns with the images of a row.
 COLUMNS = ("images", "image")
 # The placeholder of an image in the text of verl and LLaMA-Factory.
@@ -48,8 +52,10 @@ def read_image(ref: ImageRef, where: object) -> Any:
         with image_module.open(io.BytesIO(data)) as opened:
             return _upright_rgb(opened, f"the image {ref}", where)
     except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
+        # Pillow names the address of a buffer.
+        why = "it is no image" if isinstance(error, image_module.UnidentifiedImageError) else str(error)
         raise Refusal.at(
-            where, f"the image {ref} cannot be read: {error}", "fix or remove the row", code="damaged-file"
+            where, f"the image {ref} cannot be read: {why}", "fix or remove the row", code="damaged-file"
         ) from error
 
 
@@ -111,6 +117,8 @@ def image_ref(value: Any, folder: Path, where: object) -> ImageRef:
     if isinstance(value, ImageRef):
         return value
     if isinstance(value, str):
+        if not value.strip():
+            raise Refusal.at(where, "the path of an image is empty", "write the path, or remove it", code="empty-field")
         if value.startswith("data:") or value.startswith("base64,"):
             return _of_bytes(_decoded(value.partition(",")[2], where))
         if value.startswith(_URLS):
@@ -177,6 +185,14 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def _shortened(text: str, most: int = 300) -> str:
+    return text if len(text) <= most else f"{text[:most]} ..."
+
+
 def file_digest(path: Path) -> str | None:
     """Returns the SHA-256 of a file, or None if it cannot be read."""
     try:
@@ -188,10 +204,10 @@ def file_digest(path: Path) -> str | None:
 def _file_bytes(path: Path, where: object) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
         raise Refusal.at(
             where,
-            f"the image {path} cannot be read: {error.strerror}",
+            f"the image {_shortened(str(path))} cannot be read: {getattr(error, 'strerror', None) or error}",
             "write paths relative to the folder of the data file, or absolute paths",
             code="no-such-file",
         ) from error
@@ -259,7 +275,8 @@ def with_placeholders(
         more = f", besides {inline} parts that contain their image" if inline else ""
         raise Refusal.at(
             where,
-            f"the text has {marks} image placeholders{more}, and {column} has {len(listed)} images",
+            f"the text has {_counted(marks, 'image placeholder')}{more}, and {column} has "
+            f"{_counted(len(listed), 'image')}",
             f"write one {MARK} or one part of type image for each image of the row",
             code="wrong-count",
         )
@@ -282,7 +299,13 @@ def image_column(row: Row, where: object) -> tuple[str, list[Any]]:
 
 
 def _listed(value: Any) -> list[Any]:
-    return [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
+    """Returns the images of a column. csv files have a list as JSON text, and empty text for no image."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list | tuple):
+        return [one for one in value if one is not None]
+    return [] if isinstance(value, str) and not value.strip() else [value]
 
 
 def _in_value(value: Any, images: _Images, pad: str) -> Any:
@@ -300,6 +323,8 @@ def _in_value(value: Any, images: _Images, pad: str) -> Any:
 def _in_content(content: Any, images: _Images, pad: str) -> Any:
     if isinstance(content, str):
         return _in_text(content, images, pad)
+    if isinstance(content, Mapping):  # one part without its list
+        return _in_part(content, images, pad)
     if not isinstance(content, list):
         return content
     parts = [_in_part(part, images, pad) for part in content]
@@ -345,6 +370,11 @@ def _before_first_user_text(row: Row, keys: tuple[str, ...], images: _Images, co
             row[key] = value[:start] + marks + value[start:]
             return
         for turn in value if isinstance(value, list) else ():
+            if isinstance(turn, list):  # a question with its answer (`history` of Alpaca)
+                if turn and isinstance(turn[0], str):
+                    turn[0] = "".join(images.next() for _ in range(count)) + turn[0]
+                    return
+                continue
             content = "content" if "content" in turn else "value"
             role = turn.get("role") or turn.get("from")
             if role in ("user", "human") and isinstance(turn.get(content), str):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.columns import SYSTEMS, ColumnFinder, lookup
 from lockstep.data.encode.messages import ROLES
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin, Prompt, Question, Row
-from lockstep.vision.images import COLUMNS, image_column, image_ref, with_placeholders
+from lockstep.vision.images import COLUMNS, MARK, image_column, image_ref, with_placeholders
 from lockstep.vision.processors import ImageTokens
 from lockstep.vision.spans import ImageRef, ImageSpan
 
@@ -28,6 +29,7 @@ class RowImages:
 
     def __init__(self, folder: str, tokenizer: PreTrainedTokenizerBase, source: str):
         self.source = source
+        self._file, self._parent = "", Path(source).parent
         self.tokens = ImageTokens.of(folder, tokenizer)
         tokenizer.image_family = self.tokens.family  # the chat template gets the images of messages as parts
 
@@ -42,11 +44,24 @@ class RowImages:
     def read(self, row: Row, keys: Sequence[str], origin: Origin) -> tuple[Row, list[ImageRef]]:
         """Returns the row with a placeholder text for each image in the columns `keys`, and the images in order."""
         family, keys = self.tokens.family, tuple(key for key in keys if key)
+        for key in SYSTEMS:
+            if key not in keys and MARK in str(row.get(key)):
+                raise Refusal.at(
+                    origin,
+                    f"the column {key} contains {MARK}, and images are read from messages and prompts only",
+                    "move the image to the prompt, or write the row as messages with a system message",
+                    code="wrong-count",
+                )
+        row = {**row, **_nested(row, keys, origin)}
         return with_placeholders(row, keys, family.placeholder, family.pad, self._folder(origin), origin)
 
     def _folder(self, origin: Origin) -> Path:
-        path = Path(self.source)
-        return path / Path(origin.file).parent if path.is_dir() else path.parent
+        """Returns the folder of the data file, to which the paths of its images are relative."""
+        if self._file != origin.file:
+            path, source = Path(origin.file), Path(self.source)
+            self._file = origin.file
+            self._parent = path.parent if path.is_file() else source if source.is_dir() else source.parent
+        return self._parent
 
     def read_responses(
         self, row: Row, prompt: Sequence[str], responses: Sequence[str], listed: str, origin: Origin
@@ -55,6 +70,7 @@ class RowImages:
         columns `responses`, or the elements of the column `listed`. A response that is a full chat repeats the images
         of the prompt."""
         shared = [image_ref(one, self._folder(origin), origin) for one in image_column(row, origin)[1]]
+        row = {**row, **_nested(row, (*prompt, *responses, listed), origin)}
         prompts = {key: row[key] for key in prompt if row.get(key) is not None}
         values = row.get(listed) if listed else [row.get(key) for key in responses]
         new = {key: value for key, value in row.items() if key not in COLUMNS}
@@ -125,6 +141,16 @@ class RowImages:
         images = self.tokens.spans(example.ids, refs, example.origin, known)
         ids, mask = self.tokens.expanded(example.ids, example.loss_mask, images)
         return replace(example, ids=ids, loss_mask=mask, images=tuple(images))
+
+
+def _nested(row: Row, keys: Sequence[str], origin: Origin) -> Row:
+    """Returns the values of keys with dots (`extra_info.question`) as columns, which take precedence over the paths."""
+    found = {}
+    for key in keys:
+        if "." in key and key not in row:
+            with suppress(Refusal):  # a missing column is reported with the other errors of the row
+                found[key] = lookup(row, key, origin)
+    return found
 
 
 def _is_full_chat(value: Any) -> bool:

@@ -179,7 +179,7 @@ def _question(
 ) -> tuple[Question, Truth]:
     """Returns the question of a row: a prompt with its images, and a ground truth if there is one."""
     kept = {**row, "prompt": filled(row, columns.prompt, origin)} if columns.keep else {}
-    row, refs = (row, []) if images is None else images.read(row, (columns.prompt,), origin)
+    row, refs = (row, []) if images is None else images.read(row, columns.extra.prompts(columns.prompt), origin)
     asked = filled(row, columns.prompt, origin)
     turns = columns.extra.prompt(asked, columns.prompt, row, origin)
     truth = _truth(row, origin, columns)
