@@ -90,6 +90,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection need look at it again, and no process that a test forks copy it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
     gc.enable()
 
 

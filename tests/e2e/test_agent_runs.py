@@ -112,6 +112,7 @@ def test_metrics_and_samples(recorded: Path) -> None:
         assert line["conversation"][-2] == {"role": "user", "content": "?", "row": 2}
 
 
+@pytest.mark.slow
 def test_a_replay_does_not_run_the_agent(recorded: Path) -> None:
     """A forced replay generates each turn of each row again, with the recorded noise."""
     tape = TapeFolder(recorded / "tape")

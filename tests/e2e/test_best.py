@@ -145,6 +145,7 @@ def test_a_run_stops_early_keeps_its_best_and_exports_it(recipe_file: Path, tmp_
     assert facts(run)[-1][0] == last + 1
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_written_wrong_costs_one_step(recipe_file: Path) -> None:
     with refuses("checkpoint.best", "unknown-metric", "val/acuracy") as caught:
         train(recipe_file, "checkpoint.best=val/acuracy max", "run.early_stopping={metric: train/los min, patience: 1}")
@@ -170,6 +171,7 @@ def test_an_online_run_keeps_what_earned_most(online_file: Path, tmp_path: Path)
     assert [step for step, _ in facts(run)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_start_that_trains_nothing_leaves_a_finished_run_as_it_is(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
+@pytest.mark.slow
 def test_a_pushed_model_comes_back_from_the_hub(place: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     source = place / "runs" / "second"
     assert run("export", source, "--push", "someone/sums") == 0, capsys.readouterr().err
@@ -164,6 +165,7 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_written(
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_on_the_way_loses_nothing(
     place: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

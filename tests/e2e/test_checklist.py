@@ -111,6 +111,7 @@ def test_another_model_folder_is_named(sft: Path, tmp_path: Path) -> None:
     assert items["starting weights"].measured.startswith("other weights; 15 weights differ")
 
 
+@pytest.mark.slow
 def test_weights_that_were_loaded_wrongly_are_named(sft: Path) -> None:
     def loading(training: Training, patch: pytest.MonkeyPatch) -> None:
         weights = dict(training.models.trained.module.named_parameters())
@@ -303,6 +304,7 @@ def test_a_decode_fault_is_distinguished_from_prefill(grpo: Path) -> None:
 # -- what else
 
 
+@pytest.mark.slow
 def test_padded_rows_at_wrong_positions(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         def forward(original: Any, batch: Any) -> Any:
@@ -313,6 +315,7 @@ def test_padded_rows_at_wrong_positions(sft: Path) -> None:
     assert having(checked(sft, fault), False) == ["padding and packing"]
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_repeat_is_information(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []

@@ -183,6 +183,7 @@ print("trained", run.name)
 """
 
 
+@pytest.mark.slow
 def test_a_reward_of_a_plain_script_trains_without_a_guard(online_file: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(recipe=online_file), encoding="utf-8")

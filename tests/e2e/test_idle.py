@@ -124,6 +124,7 @@ def short_turns(prompt, generate):
 '''
 
 
+@pytest.mark.slow
 def test_short_turns_are_not_skipped_as_truncated(
     online_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

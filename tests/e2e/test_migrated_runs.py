@@ -158,6 +158,7 @@ def test_openrlhfs_dpo_kto_and_reinforce_commands_train(
     assert "?" in json.dumps(sample)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_converted_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     done = peer("verl", "main_ppo", "actor_rollout_ref.actor.strategy=jax", "trainer.nnode=1")
     assert done.returncode == 2

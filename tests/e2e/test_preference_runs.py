@@ -134,6 +134,7 @@ def test_several_processes_train_what_one_does(
 
 
 # For every day each method once, and both ways; of supervised fine-tuning both are in test_export.py.
+@pytest.mark.daily("kto-False", "prm-True", "distill-False")
 @pytest.mark.parametrize(
     ("method", "lora"),
     [

@@ -100,6 +100,7 @@ def test_the_rule_of_the_data_source_scores_without_options(home: Path, tiny_fol
     assert all(json.loads(str(row["rewards"])) == {"rule": row["reward"]} for row in rows)
 
 
+@pytest.mark.slow
 def test_failures_are_stored_and_never_zero(home: Path, tiny_folder: Path) -> None:
     rows = sampled(home, tiny_folder, "picky.parquet", "picky")
     failed = [row for row in rows if row["failure"] is not None]

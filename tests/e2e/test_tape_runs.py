@@ -191,6 +191,7 @@ def test_keys_bound_what_is_on_disk(tiny_folder: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_weights_are_left_out_on_request(tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, "sft")
     run = train(recipe, "tape=true", "tape.weights=false")
@@ -215,6 +216,7 @@ def test_a_tape_without_weights_starts_from_the_model_folder(tiny_folder: Path, 
             replay(run, mode, [f"model.path={other}"], Console.silent())
 
 
+@pytest.mark.slow
 def test_recorded_weights_are_those_before_the_step(tiny_folder: Path, tmp_path: Path) -> None:
     """Of an adapter, only what is trained."""
     recipe = write_recipe(tmp_path, tiny_folder, "sft")
@@ -286,6 +288,7 @@ def test_a_tape_that_cannot_be_written_stops_the_run(
         train(write_recipe(tmp_path, tiny_folder, "sft"), "run.steps=2", "tape=true")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_not_ahead_of_its_tape(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +345,7 @@ def test_replays_on_this_device_are_in_step(recorded: dict[str, Path], method: s
         assert mode != "forced" or "generation" in stages
 
 
+@pytest.mark.slow
 def test_concurrent_replays_have_separate_folders(recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second starts when the first has its name and not yet its folder."""
     started: list[Replayed | None] = []

@@ -273,6 +273,7 @@ def test_zoom_shows_steps_that_were_thinned_out(page: Page) -> None:
     page.until("document.querySelector('.chart').dataset.last == 5000")
 
 
+@pytest.mark.slow
 def test_runs_are_overlaid(page: Page) -> None:
     page.click("input[data-over=short]")
     page.wait_for_chart(runs=2)
@@ -300,6 +301,7 @@ def test_runs_are_overlaid(page: Page) -> None:
     assert page.evaluate(f"{path}.split('M').length - 1") == 2, "no line over the gap"
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_name_are_distinguished(page: Page) -> None:
     """Also where the name would turn the line around; and an axis has more than one mark."""
     page.open("#" + urlencode({"run": TWINS[0], "with": TWINS[1]}))
@@ -403,6 +405,7 @@ def test_a_conversation_by_speaker(page: Page, tmp_path: Path) -> None:
     page.browser.screenshot(tmp_path / "conversation.png")
 
 
+@pytest.mark.slow
 def test_filters_and_search(page: Page) -> None:
     page.open("#run=long&tab=samples")
     page.until("document.querySelector('#sample-count').innerText === '1 response in step 6'")
@@ -463,6 +466,7 @@ def test_the_recipe_and_its_difference(page: Page) -> None:
     assert "optim.lr" in page.text("#difference")
 
 
+@pytest.mark.slow
 def test_the_report_of_a_comparison_is_sandboxed(page: Page, server: RunViewer) -> None:
     page.open("#run=long&tab=report")
     page.until("document.querySelector('iframe')")
@@ -480,6 +484,7 @@ def test_the_report_of_a_comparison_is_sandboxed(page: Page, server: RunViewer) 
     page.until("document.querySelector('#panel-report').innerText.includes('lockstep compare')")
 
 
+@pytest.mark.slow
 def test_everything_by_keyboard(page: Page) -> None:
     page.wait_for_chart()
     page.key("j")

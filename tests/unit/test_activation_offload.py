@@ -157,6 +157,7 @@ def test_a_critic_in_bf16_is_the_same_too(folder: Path, batches: dict[bool, Micr
     assert alike(*found)
 
 
+@pytest.mark.slow
 def test_a_handle_trains_to_the_same_bits(folder: Path, tmp_path: Path, travelled: Travelled) -> None:
     """Its reference keeps nothing, and takes nothing to the host."""
     steps, ends = [], []

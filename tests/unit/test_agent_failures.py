@@ -202,6 +202,7 @@ def test_an_agent_needs_the_extra_of_the_server(tokenizer: Any, monkeypatch: pyt
     assert "serve" in problem.remedy
 
 
+@pytest.mark.slow
 def test_the_trial_loads_the_agent(tokenizer: Any) -> None:
     said = try_agent(RolloutSettings(agent=f"{FILE}:tree"), Prompt(question("5"), [1]), tokenizer).line
     assert said.startswith(f"rollout.agent {FILE}:tree: loaded")

@@ -306,6 +306,7 @@ def test_a_limit_that_an_agent_does_not_handle(once: Any, tokenizer: Any) -> Non
     assert len(made.trajectory.turns) == 3
 
 
+@pytest.mark.slow
 def test_a_turn_that_no_agent_got_is_not_trained(once: Any, hosts: EnvironmentHosts, tokenizer: Any) -> None:
     def say(request: Request, turn: int) -> str:
         text = repeats(tokenizer)(request, turn)

@@ -84,6 +84,7 @@ def test_callbacks_change_no_number_of_the_run(recipe_file: Path) -> None:
     assert losses(plain) == losses(watched)
 
 
+@pytest.mark.slow
 def test_an_online_run_calls_them_too(online_file: Path) -> None:
     seen = []
 

@@ -160,6 +160,7 @@ def test_dropout_drops_shares_and_repeats_itself_on_the_way_back() -> None:
         torch.testing.assert_close(back.sum(), out[place, 1, 2].detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_scores_of_a_long_sequence_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 heads of 768 tokens, all scores take 8 * 768 * 768 * 4 = 18,874,368 bytes.
 

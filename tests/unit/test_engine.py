@@ -148,7 +148,7 @@ def test_batch_budget_and_blocks_do_not_matter(
     assert_same(run(native(policy, folder, **settings), requests, SAMPLING), usual)
 
 
-@pytest.mark.daily("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 3, 20])
 def test_preemption_does_not_matter(
     policy: Policy, folder: Path, requests: list[Request], usual: list[Completion], spare: int

@@ -209,6 +209,7 @@ def test_a_session_that_has_ended_is_freed_although_others_wait(policy: Policy) 
     assert not engine.further.requests
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_delays_only_its_own_trajectory(policy: Policy) -> None:
     """One row, and a tool that takes longer than all the others together."""
     engine = engine_of(policy, max_sequences=1)

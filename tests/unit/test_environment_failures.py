@@ -193,6 +193,7 @@ def test_a_hanging_trajectory_delays_no_other(tokenizer: Any) -> None:
     assert (made[-1], sorted(made)) == (0, [0, 1, 2, 3])
 
 
+@pytest.mark.slow
 def test_coroutines_that_hang_are_cancelled(tokenizer: Any) -> None:
     reasons, _, hosts = run(tokenizer, "AsyncBuggy", {"1": "waits", "2": "exits"}, 4, step_timeout=1.0)
     assert reasons[0] == reasons[3] == ""
@@ -256,6 +257,7 @@ def test_no_trajectory_starts_on_a_host_that_has_died(tokenizer: Any) -> None:
     assert hosts.left() == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_batch_leaves_no_process(tokenizer: Any) -> None:
     engine = engine_of(tokenizer, "Echo", environment_workers=2)
 
@@ -328,6 +330,7 @@ time.sleep(10000)
 """
 
 
+@pytest.mark.slow
 def test_hosts_end_when_the_run_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", ALONE, f"{FILE}:Echo"], stdout=subprocess.PIPE, text=True) as alone:
         assert alone.stdout is not None

@@ -366,6 +366,7 @@ def test_a_prompt_that_has_outgrown_the_engine_does_not_wait_for_all_others(toke
     assert inner.started == 2
 
 
+@pytest.mark.slow
 def test_the_watchdog_hears_of_conversations_that_wait(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "PROGRESS_SECONDS", 0.01)
     engine, heard = opened(tokenizer, "Slow", hello), []

@@ -107,6 +107,7 @@ def test_sft_settings_fit_and_load(folder: Path, tmp_path: Path) -> None:
     assert not words & {"parallel.offload=none", "model.gradient_checkpointing=false", "model.dtype=bf16"}
 
 
+@pytest.mark.slow
 def test_grpo_settings_fit_and_load(folder: Path, tmp_path: Path) -> None:
     """The KV cache of all responses is larger than the rest, so its share of the memory is a setting."""
     file = write_online_recipe(tmp_path, folder)
@@ -159,6 +160,7 @@ def test_the_first_setting_is_the_fastest_of_all(folder: Path, tmp_path: Path) -
     assert best.seconds == pytest.approx(min(fits), rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_table_fits_and_the_arguments_are_whole(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

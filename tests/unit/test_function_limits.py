@@ -149,6 +149,7 @@ def test_a_reader_that_never_ends_is_ended_with_its_process(tmp_path: Path, body
     assert not alive(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_reader_that_yields_for_ever_is_ended_too(tmp_path: Path) -> None:
     where = written(
         tmp_path, "import time\ndef mine(path):\n    while True:\n        time.sleep(0.05)\n        yield {'a': 1}\n"

@@ -228,7 +228,7 @@ def step(folder: Path, shared: bool, monkeypatch: pytest.MonkeyPatch, **keys: An
     return {"tokens": torch.tensor(tokens), **found, **dict(named)}  # type: ignore[dict-item]
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("tokens", [4096, 20])
 def test_a_shared_prompt_changes_nothing(

@@ -182,7 +182,7 @@ def test_a_saved_handle_goes_on_as_if_nothing_had_happened(
     assert straight.sample("hi", max_tokens=4)[0].ids == resumed.sample("hi", max_tokens=4)[0].ids
 
 
-@pytest.mark.daily("None", "nf4")
+@pytest.mark.slow
 @pytest.mark.parametrize("coding", [None, "nf4", "int8"])
 def test_the_exported_model_is_the_trained_one(tiny_folder: Path, tmp_path: Path, coding: Any) -> None:
     model = handle(tiny_folder, lora=4, quantize=coding)

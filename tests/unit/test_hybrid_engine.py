@@ -98,7 +98,7 @@ def test_a_decode_step_multiplies_all_sequences_at_once(policy: Policy) -> None:
     assert strides == {(width, width, 1)}
 
 
-@pytest.mark.daily("settings0-Cpu")
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [Cpu, Recorder])
 @pytest.mark.parametrize("settings", [{}, {"max_sequences": 4}, {"max_sequences": 2, "prefill_tokens": 3}])
 def test_samples_of_groups_are_those_of_each_alone(
@@ -274,6 +274,7 @@ def test_states_in_attributes_are_those_of_each_sequence(engine: str) -> None:
         assert_same(run(made_by, asked(), SAMPLING), expected)
 
 
+@pytest.mark.slow
 def test_padded_prompts_would_change_states_in_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = build_miniature(hybrid_config("recurrent_gemma"), "sdpa", CPU).policy
     expected = [slow_sample(policy, request, 0, SAMPLING) for request in asked()]

@@ -318,6 +318,7 @@ def test_rows_take_shared_tokens_from_the_first_sequence() -> None:
     assert found.back(states).flatten().tolist() == [0, 1, 2, 6, 7]
 
 
+@pytest.mark.slow
 def test_the_checks_find_a_selection_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     made = small("deepseek_v32")
     try_architecture(made)

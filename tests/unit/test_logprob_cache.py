@@ -259,6 +259,7 @@ def test_the_reference_is_what_transformers_computes(recipe_of, tiny_folder: Pat
     assert np.load(folder / "logprobs.npy").tolist() == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_teacher_is_what_transformers_computes(recipe_of, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     write_tiny(teacher, seed=5, hidden=32, layers=1)

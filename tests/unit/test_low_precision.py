@@ -420,6 +420,7 @@ def test_blocks_are_copied_with_their_scales() -> None:
     assert cache.nbytes == 2 * 5 * 4 * 2 * (16 + 4)
 
 
+@pytest.mark.slow
 def test_samples_of_an_fp8_cache_differ_by_rounding_and_validation_does_not(
     folder: Path, policy: Policy, requests: list[Request]
 ) -> None:

@@ -120,6 +120,7 @@ def address() -> Iterator[str]:
         server.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["json", "events", "open"])
 def test_a_server_over_http_has_a_session_for_each_trajectory(
     address: str, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_one_step_off_policy() -> None:
     assert (done.devices, done.nodes) == (8, 1)  # 6 + 2: each device trains and generates
 
 
+@pytest.mark.slow
 def test_as_many_devices_generate_as_train() -> None:
     done = convert(ONE_STEP, "data.train_batch_size=64", "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4")
     assert (checked(done).rollout.worker_device, done.devices) == (4, 4)

@@ -61,6 +61,7 @@ def test_greedy_answers_are_those_of_generate(scene: Path) -> None:
     assert plain[0]["output"] == said.continue_text("Q:2 + 3?")
 
 
+@pytest.mark.slow
 def test_a_round_of_a_script(scene: Path) -> None:
     """Several answers to a slice of the prompts; their scores; the best ones, or best against worst."""
     made = run(scene, f"--eval_task generate_vllm {ASKED} --best_of_n 3 --iter 1 --rollout_batch_size 3 --tp_size 4")

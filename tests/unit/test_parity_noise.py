@@ -55,6 +55,7 @@ def test_a_shift_of_three_deviations_is_found(memory: float) -> None:
     assert rate_of_alarms(1, 150, 3.0, lambda draw: autoregressive(draw, 150, memory)) >= 0.99
 
 
+@pytest.mark.slow
 def test_runs_that_are_off_from_end_to_end_need_more_repeats() -> None:
     """Runs that are off by a constant each: blocks of steps cannot see that, only repeats can. Over many trials a false
     alarm comes in 29 % with one repeat, in 6 % with three."""

@@ -144,6 +144,7 @@ def wrong(queries, prompts, labels):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

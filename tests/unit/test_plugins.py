@@ -251,6 +251,7 @@ def test_plugins_through_the_command(tmp_path: Path, online_file: Path, monkeypa
     assert told.count("own.py:reward: the file has changed since") == 1
 
 
+@pytest.mark.slow
 def test_a_reward(tmp_path: Path, online_file: Path) -> None:
     (tmp_path / "own.py").write_text(EXAMPLES["own.py"], encoding="utf-8")
     lines = samples(trained(online_file, **{"reward.function": f"{tmp_path / 'own.py'}:reward"}))
@@ -260,6 +261,7 @@ def test_a_reward(tmp_path: Path, online_file: Path) -> None:
         assert line["score"] == pytest.approx(right + len(set(line["response"])) / 100)
 
 
+@pytest.mark.slow
 def test_a_device(recipe_file: Path, plug: Plug) -> None:
     plug("exact")
     run = trained(recipe_file, device="exact")

@@ -183,6 +183,7 @@ def test_an_exported_adapter_is_merged_into_the_weights_it_was_trained_on(tmp_pa
         model_folder(str(tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 def test_a_continued_adapter_needs_the_format_it_was_trained_on(tmp_path: Path, tiny_folder: Path) -> None:
     exported(settings_of(tiny_folder), tmp_path / "adapter", adapter=True)
     lora = Lora(adapter=str(tmp_path / "adapter"))
@@ -195,6 +196,7 @@ def test_a_continued_adapter_needs_the_format_it_was_trained_on(tmp_path: Path, 
     assert folders_of(same.model_copy(update={"quantize": "int8"})).adapter == str(tmp_path / "adapter")
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_exported_with_its_adapter_merged(tmp_path: Path, tiny_folder: Path) -> None:
     settings = settings_of(tiny_folder)
     model = load_value_model(settings, settings.path, CPU, "sdpa", 0, key="model.path")

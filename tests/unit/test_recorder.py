@@ -207,6 +207,7 @@ def test_compare_names_the_first_module_that_differs(
         assert "before the first update: model.layers.0.mlp.up_proj.weight" in result.cause.what
 
 
+@pytest.mark.slow
 def test_a_repeat_is_in_step(model: str, tape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain(model, str(tmp_path / "again"))
     assert compare_recordings(tape, tmp_path / "again").in_step
@@ -216,6 +217,7 @@ def test_a_repeat_is_in_step(model: str, tape: Path, tmp_path: Path, capsys: pyt
     assert found["recordings"]["steps"] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_replay_makes_the_recorded_updates_again(model: str, tape: Path) -> None:
     result = replay_recording(tape, model, ["device=cpu"])
     assert result.in_step

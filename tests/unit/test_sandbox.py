@@ -193,6 +193,7 @@ def test_memory_outside_of_private_pages_counts(isolation: str, what: str, token
     assert (done.status, done.stopped) == (None, "memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", EVERY)
 def test_pages_that_processes_share_count_once(isolation: str, token: str) -> None:
     """Four processes read 100 MB of shared pages and 20 MB of private pages that they inherit, for several checks."""

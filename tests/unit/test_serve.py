@@ -258,6 +258,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 def test_many_at_once_with_some_that_go_away(app: LanguageModelApp, address: str, conversation: Conversation) -> None:
     """More than there are rows and blocks for: nothing is mixed up, and nothing of anybody is left behind."""
     expected = {words: conversation.answer(words) for words in (f"{'so ' * (i % 4)}{i} and {i * i}?" for i in range(6))}

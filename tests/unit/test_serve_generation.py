@@ -128,6 +128,7 @@ def test_a_stop_string_over_several_tokens_never_appears_in_a_stream(client: ope
     assert (almost.choices[0].text, almost.choices[0].finish_reason) == (text, "length")
 
 
+@pytest.mark.slow
 def test_stop_tokens_and_limits_of_tokens(client: openai.OpenAI) -> None:
     request: dict[str, Any] = {"model": "tiny", "prompt": "one", "temperature": 0}
     extra = {"ignore_eos": True, "return_token_ids": True}

@@ -460,6 +460,7 @@ def test_weights_that_did_not_change_are_not_pushed(policy: Policy, embedded: Pa
         assert not list(Path("/dev/shm").glob(f"lockstep-weights-{os.getpid()}-*"))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_pushed_alone(embedded: Path, tmp_path: Path) -> None:
     policy = load(embedded, lora=8)
     first = load(embedded)

@@ -123,6 +123,7 @@ def test_a_trajectory_moves_to_another_server_if_its_server_is_lost(
         assert one.dead
 
 
+@pytest.mark.slow
 def test_servers_are_looked_after_while_all_trajectories_wait_for_their_tools(
     policy: Policy, folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

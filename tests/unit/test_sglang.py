@@ -149,6 +149,7 @@ def test_greedy_tokens_and_log_probs_are_the_built_in_engines(
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_samples_are_scored_alike_differ_from_each_other_and_come_again(
     engine: ServerEngine, still: Policy, requests: list[Request]
 ) -> None:
@@ -510,6 +511,7 @@ def test_files_that_do_not_hold_what_was_announced_are_not_pushed(policy: Policy
         Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a"], [0]))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_pushed_alone_and_takes_the_place_of_the_one_before(
     folder: Path, requests: list[Request]
 ) -> None:

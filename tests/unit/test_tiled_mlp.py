@@ -311,6 +311,7 @@ def kept_bytes(folder: Path, tokens: int, tile: int | None) -> int:
     return count["peak"]
 
 
+@pytest.mark.slow
 def test_the_plan_predicts_what_tiles_save(folder: Path) -> None:
     config, tokens, kernels = load_config(str(folder)), 1024, LayerKernels(tile=128)
     counted = kept_bytes(folder, tokens, None) - kept_bytes(folder, tokens, 128)
@@ -321,6 +322,7 @@ def test_the_plan_predicts_what_tiles_save(folder: Path) -> None:
     assert feed_forward_bytes(config, tokens, 4, kernels) == mlp_bytes(tiles(gated(width=4 * HIDDEN), 128), tokens)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_7b_model_with_long_rows() -> None:
     """32k tokens within 80 GB, and 128k with activations on the host and tiles."""
     sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}

@@ -55,6 +55,7 @@ def test_a_tokenizer_with_a_call_of_its_own_is_called(tokenizer: Any) -> None:
     assert token_ids_and_offsets(own, "ab") == ([7], [(0, 2)])
 
 
+@pytest.mark.slow
 def test_facts_are_asked_again_when_tokens_are_added_and_keep_nothing_alive(tokenizer: Any) -> None:
     own = copy.deepcopy(tokenizer)
     before = token_facts(own)

@@ -279,6 +279,7 @@ def test_rows_keep_their_columns_only_for_such_functions(tmp_path: Path, tiny_fo
     assert columns(frozenset()) == [{}, {}]
 
 
+@pytest.mark.slow
 def test_a_run_scores_whole_groups_and_tells_the_step(online_file: Path, tmp_path: Path) -> None:
     from conftest import run, write_jsonl
 

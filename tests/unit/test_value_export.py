@@ -164,6 +164,7 @@ def test_a_whole_run_ends_in_a_reward(tiny_folder: Path, tmp_path: Path, lora: b
     assert newest.state.end_tokens == [10]
 
 
+@pytest.mark.slow
 def test_the_scores_spread_outlives_a_resume(tiny_folder: Path, tmp_path: Path) -> None:
     """Step 5 is saved between validations: its spread is that of step 3, also when the run broke off after step 4."""
     words = ["run.steps=6", "val.every=3", "checkpoint.every=1", "checkpoint.keep_last=9", "run.export=false"]
@@ -191,6 +192,7 @@ def test_without_validation_rows_scores_are_said_to_be_raw(tiny_folder: Path, tm
     assert (reward.mean, reward.std) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     recipe = load_recipe(str(write_recipe(tmp_path, tiny_folder, "rm")), ["model.lora.rank=4", "run.steps=2"])
     train_offline(recipe, Console.silent())

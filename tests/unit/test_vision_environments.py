@@ -241,6 +241,7 @@ def test_a_small_cache_and_small_prefills_change_nothing(
     assert usual.engine.take_prefill()[1] > small.engine.take_prefill()[1]
 
 
+@pytest.mark.slow
 def test_tokens_of_a_conversation(folders: dict[str, Path], hosts: dict[str, EnvironmentHosts]) -> None:
     """The tokens between the turns, written by hand."""
     scene = Scene(folder_of(folders, "qwen2_5_vl"), hosts, environment_args={"sizes": [[56, 84]]})

@@ -95,7 +95,7 @@ def _flipped(images: ImageInputs) -> ImageInputs:
     return replace(images, features_M=images.features_M.flip(0))
 
 
-@pytest.mark.daily("qwen3_5")
+@pytest.mark.slow
 def test_a_broken_engine_changes_the_log_probs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features in another order in the prefill, and another offset in decode."""
     policy = policy_of(folder, "freeze").eval()

@@ -72,6 +72,7 @@ def test_an_engine_that_truncates_like_the_trainer_passes(embedded: Path, tmp_pa
         assert len(truncated) > 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_truncates_differently_is_refused(embedded: Path, tmp_path: Path) -> None:
     with (
         replaying("vllm", unrecorded=greedy(embedded, truncated=False)) as server,
