@@ -213,6 +213,26 @@ def test_the_data() -> None:
     assert (val.key, val.weight) == ("data.val", "harmless")
 
 
+def test_images_and_their_processor() -> None:
+    """Rows with paths of images have the same content although the images differ."""
+
+    def run(image: str | None, processor: str | None) -> Log:
+        images = {} if image is None else {"images": {"fingerprint": image * 64, "files": {}}}
+        model = {**ENV["model"], **({} if processor is None else {"processor": processor})}
+        recorded = env(data__train=[{"fingerprint": "f" * 64, **images}], model=model)
+        return log(recipe(model__vision="freeze"), recorded)
+
+    assert differences(run("i", "p"), run("i", "p")) == ([], [])
+    (images,) = differences(run("i", "p"), run("j", "p"))[0]
+    assert (images.part, images.a, images.b, images.weight) == ("data", ["i" * 12], ["j" * 12], "blocks")
+    (processor,) = differences(run("i", "p"), run("i", "q"))[0]
+    assert (processor.key, processor.weight) == ("model.processor", "blocks")
+    assert differences(run(None, None), run("i", "p")) == (
+        [],
+        ["the content of the images: unknown for side a", "the image processor (fingerprint): unknown for side a"],
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "part", "weight"),
     [

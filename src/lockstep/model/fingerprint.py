@@ -39,16 +39,18 @@ TENSOR_BLOCK = 4096
 
 
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """Returns the checksums of weights, tokenizer and chat template of a model folder. The checksum of a missing part
-    is None."""
+    """Returns the checksums of weights, tokenizer and chat template of a model folder, and of the image processor if it
+    has one. The checksum of a missing part is None."""
     folder = Path(path)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     vocabulary = [file for file in names if file.name in TOKENIZER_FILES]
+    processor = [file for file in names if file.name in PROCESSOR_FILES]
     template = tokenizer.chat_template
     return {
         "weights": _sampled(filter(_computes, names)),
         "tokenizer": _sampled(vocabulary),
         "template": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        **({"processor": _sampled(processor)} if processor else {}),
     }
 
 

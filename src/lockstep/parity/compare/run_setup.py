@@ -193,14 +193,29 @@ def _data(a: Evidence, b: Evidence) -> Differences:
         if all(_has(one.env, key) for one in (a, b)):
             kept = Effect("blocks", "the trained tokens differ because of template, tokenizer or limits")
             found += _differences("data", key, a, b, kept)
+    images_a, images_b = _image_fingerprints(a), _image_fingerprints(b)
+    unknown = []
+    if bool(images_a) != bool(images_b):  # older versions recorded none
+        unknown.append(_unknown("the content of the images", [images_a, images_b]))
+    elif images_a != images_b:
+        found.append(
+            Difference("data", "data.train", images_a, images_b, "blocks", "the images of the training rows differ")
+        )
     val_a, val_b = _fingerprints(a, "data.val"), _fingerprints(b, "data.val")
     if val_a != val_b:
         found.append(Difference("data", "data.val", val_a, val_b, "harmless", "the val/ curves use different rows"))
-    return found, []
+    return found, unknown
 
 
 def _fingerprints(one: Evidence, key: str) -> list[str]:
     return [str(source.get("fingerprint"))[:12] for source in _at(one.env, key) or [] if isinstance(source, dict)]
+
+
+def _image_fingerprints(one: Evidence) -> list[str]:
+    sources = [source for source in _at(one.env, "data.train") or [] if isinstance(source, dict)]
+    return [
+        str(source["images"].get("fingerprint"))[:12] for source in sources if isinstance(source.get("images"), dict)
+    ]
 
 
 def _model(a: Evidence, b: Evidence) -> Differences:
@@ -210,7 +225,10 @@ def _model(a: Evidence, b: Evidence) -> Differences:
         ("weights", "model.weights", "the initial weights", "training starts from other weights"),
         ("tokenizer", "model.tokenizer", "the tokenizer", "the same text becomes other tokens"),
         ("tokenizer", "model.template", "the chat template", "prompts have another format"),
+        ("tokenizer", "model.processor", "the image processor", "the same image becomes other pixels"),
     )
+    if not any(_at(one.recipe, "model.vision") for one in (a, b)):
+        parts = parts[:-1]
     for part, key, subject, effect in parts:
         # A recorded template may be None, because a model may have no chat template. A checksum that is None was not
         # recorded.
