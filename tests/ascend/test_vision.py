@@ -114,11 +114,7 @@ def in_step(place: Path, method: str, model: str, *words: str) -> set[str]:
 
 
 # Families that need an operator which the emulator has not: the code of the refusal, and the name of the operator.
-LACKING = {
-    "qwen3_vl_moe": ("device-error", "histogram_cpu"),
-    "qwen3_5_moe": ("device-error", "histogram_cpu"),
-    "gemma4": ("unsupported-model", "OneHot"),
-}
+LACKING = {"gemma4": ("unsupported-model", "OneHot")}
 FUSED = {"npu::npu_fusion_attention", "npu::npu_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu"}
 
 
