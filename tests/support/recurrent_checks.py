@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -284,13 +284,32 @@ def recurrent_models(device: str) -> None:
             _compared_model(name, kernels - whole, device)
 
 
-def _compared_model(name: str, names: set[str], device: str) -> None:
+@contextmanager
+def _own_functions(name: str) -> Iterator[Any]:
+    """Yields the modelling file with the functions of transformers, which an earlier test of the process may have
+    replaced, and restores them."""
     import sys
 
-    from lockstep.kernels.recurrent import rule_functions
+    from lockstep.kernels.recurrent.rule_functions import FUNCTIONS, ORIGINAL
 
     file = sys.modules[type(_small(name, "cpu")).__module__]
-    own = {each: getattr(file, each) for each in rule_functions.FUNCTIONS if hasattr(file, each)}
+    own = {each: getattr(file, each) for each in FUNCTIONS if hasattr(file, each)}
+    own = {each: getattr(function, ORIGINAL, function) for each, function in own.items()}
+    vars(file).update(own)
+    try:
+        yield file
+    finally:
+        vars(file).update(own)
+
+
+def _compared_model(name: str, names: set[str], device: str) -> None:
+    with _own_functions(name) as file:
+        _compare_with_own(file, name, names, device)
+
+
+def _compare_with_own(file: Any, name: str, names: set[str], device: str) -> None:
+    from lockstep.kernels.recurrent import rule_functions
+
     used: list[str] = []
     kernels = {each: getattr(rule_functions, each) for each in names}
     for each, kernel in kernels.items():
@@ -305,8 +324,6 @@ def _compared_model(name: str, names: set[str], device: str) -> None:
         file.causal_conv1d_fn(torch.ones(1, 3, 4, device=device), torch.ones(3, 2, device=device))
         assert len(used) == before
     finally:
-        for each, function in own.items():
-            setattr(file, each, function)
         for each, kernel in kernels.items():
             setattr(rule_functions, each, kernel)
     assert [one.ids for one in ours] == [one.ids for one in plain]
@@ -368,17 +385,19 @@ def trials_of_sizes(device: str) -> None:
 
 def failed_trials(device: str) -> None:
     """A kernel, ours or that of a package, that gives other numbers than plain torch is not used."""
+    with _own_functions("qwen") as file:
+        _fail_trials(file, device)
+
+
+def _fail_trials(file: Any, device: str) -> None:
     import functools
     import importlib.util
-    import sys
     import warnings
     from types import SimpleNamespace
-    from typing import Any
 
     from lockstep.kernels.recurrent import rule_functions, rule_trials
 
     model = _small("qwen", device)
-    file = sys.modules[type(model).__module__]
     module = next(part for part in model.modules() if hasattr(part, "head_k_dim"))
     name, own, kernel = rule_functions.STEP, getattr(file, rule_functions.STEP), rule_functions.delta_step_
     find, like = importlib.util.find_spec, next(model.parameters())
@@ -406,7 +425,6 @@ def failed_trials(device: str) -> None:
         assert used() == (False, [])
     finally:
         importlib.util.find_spec, rule_functions.delta_step_ = find, kernel
-        setattr(file, name, own)
         rule_trials.PASSED.clear()
 
 
