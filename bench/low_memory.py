@@ -85,15 +85,15 @@ CALLS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 ALWAYS = {"engine-7b": ("--precision", "fp8", "int8"), "engine-7b-cache": ("--precision", "fp8", "--kv-cache", "fp8")}
 # GRPO of a real model (`gsm8k_tools.py`). An adapter needs a larger learning rate than all weights.
-ADAPTED = ("model.lora={rank: 32}", "optim.lr=5e-5")
+ADAPTED = ("model.lora={rank: 32}", "optim.lr=5e-5", "batch.tokens=16384")
 # Low-precision rollouts are corrected by default. `compare` refuses a pair of which only one run is corrected.
 CORRECTED = "algorithm.rollout_correction.weight=token"
 SIDES: dict[str, tuple[str, ...]] = {
-    "gsm8k-bf16": (CORRECTED,),
-    "gsm8k-bf16-again": (CORRECTED, "batch.tokens=16384"),
+    "gsm8k-bf16": (CORRECTED, "batch.tokens=16384"),
+    "gsm8k-bf16-again": (CORRECTED, "batch.tokens=12288"),
     "gsm8k-bf16-third": (CORRECTED, "batch.tokens=24576"),
-    "gsm8k-fp8": ("rollout.precision=fp8",),
-    "gsm8k-int8": ("rollout.precision=int8",),
+    "gsm8k-fp8": ("rollout.precision=fp8", "batch.tokens=16384"),
+    "gsm8k-int8": ("rollout.precision=int8", "batch.tokens=16384"),
     "gsm8k-lora": ADAPTED,
     "gsm8k-nf4": (*ADAPTED, NF4),
 }
