@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from copy import copy
+from dataclasses import replace
+from unittest.mock import patch
+
 import torch
 
 from lockstep.kernels.quantized import formats
 from lockstep.kernels.quantized.formats import FORMATS, Quantized, narrow, quantize
-from triton_checks import agree
+from lockstep.kernels.quantized.token_products import CODES, LARGEST, SMALLEST_SCALE, TokenCodes
+from triton_checks import EXPERTS, LATENTS, _small, agree
 
 
 def weights(device: str) -> list[Quantized]:
@@ -72,7 +78,7 @@ def rows_of_any_batch(device: str) -> None:
 def codes_of_tokens(device: str) -> None:
     """Rows of several lengths, with a row of zeros, an outlier, NaN and infinity."""
     from lockstep.kernels.quantized.token_codes_triton import token_codes_triton
-    from lockstep.kernels.quantized.token_products import CODES, LARGEST, token_codes
+    from lockstep.kernels.quantized.token_products import token_codes
 
     generator = torch.Generator().manual_seed(0)
     for columns in (5, 64, 4100):
@@ -86,12 +92,113 @@ def codes_of_tokens(device: str) -> None:
         x[3, 2], x[4, 1] = float("nan"), float("inf")
         for format in ("fp8", "int8"):
             expected, scales = token_codes(x, format)
-            made = token_codes_triton(x.to(device), CODES[format], LARGEST[format], 2.0**-126)
+            made = token_codes_triton(x.to(device), CODES[format], LARGEST[format], SMALLEST_SCALE)
             codes, found = (part.cpu() for part in made)
             finite = [0, 1, 2, 5]
             assert torch.equal(found[finite], scales[finite])
             assert torch.equal(codes[finite].float(), expected[finite].float())
             assert not found[[3, 4]].isfinite().any()
+
+
+def _same_codes(made: TokenCodes, rows: torch.Tensor, format: str) -> None:
+    """The bytes and the scales of quantising these rows by a kernel of its own."""
+    from lockstep.kernels.quantized.token_codes_triton import token_codes_triton
+
+    codes, scales = token_codes_triton(rows, CODES[format], LARGEST[format], SMALLEST_SCALE)
+    finite = scales[:, 0].isfinite()
+    assert (made.codes_TK.dtype, made.dtype) == (CODES[format], rows.dtype)
+    assert torch.equal(made.scales_T1.isfinite(), scales.isfinite())
+    assert torch.equal(made.scales_T1[finite], scales[finite])
+    assert torch.equal(made.codes_TK.view(torch.uint8)[finite], codes.view(torch.uint8)[finite])
+
+
+def codes_of_norms(device: str) -> None:
+    """The norm that quantises its result: rows of zeros, of very large and very small numbers, and with NaN."""
+    from lockstep.kernels.decode.decode_triton import add_norm_, add_norm_codes_
+    from lockstep.kernels.norm_triton import RmsNorm
+
+    generator = torch.Generator().manual_seed(0)
+    cases = [(False, False, "fp8"), (True, False, "int8"), (False, True, "int8"), (True, True, "fp8")]
+    sizes = [(7, torch.float32), (896, torch.bfloat16), (5121, torch.bfloat16)]
+    if device != "cpu":  # the interpreter is slow
+        sizes += [(width, torch.bfloat16) for width in (3584, 4096, 5120, 8192)]
+    for width, dtype in sizes:
+        drawn = [torch.randn(rows, width, generator=generator).to(device, dtype) for rows in (7, 7, 1, 1)]
+        stream, more, *weights = drawn
+        stream[1], more[1], weights[0][0, 3] = 0.0, 0.0, 300.0
+        for part in (stream, more):
+            part[2:5] *= torch.tensor([[1e15], [1e30], [1e-30]], device=device)
+        more[5, 5] = float("nan")
+        for offset, inner, format in cases:
+            norm, post = (RmsNorm(weight[0], 1e-6, offset) for weight in weights)
+            sums, twin = stream.clone(), stream.clone()
+            made = add_norm_codes_(sums, more, norm, post if inner else None, format)
+            _same_codes(made, add_norm_(twin, more, norm, post if inner else None), format)
+            assert made.scales_T1.isfinite().sum() == 6
+            assert torch.equal(sums[:5], twin[:5])
+
+
+def codes_of_gated_rows(device: str) -> None:
+    """act(gate) * up that is quantised: rows that one block holds, that two hold, and that fill both."""
+    from lockstep.kernels.decode.decode_triton import swiglu_, swiglu_codes
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, torch.float32), (40, torch.float32), (4096, torch.bfloat16), (18944, torch.bfloat16)]
+    if device != "cpu":  # the interpreter is slow
+        sizes += [(width, torch.bfloat16) for width in (5, 4864, 8960, 11008, 14336, 27648, 32768)]
+    for width, dtype in sizes:
+        line = torch.randn(7, 2 * width, generator=generator).to(device, dtype) * 5
+        line[1] = 0.0
+        line[2:5] *= torch.tensor([[1e15], [1e3], [1e-15]], device=device)
+        line[5, width], line[6, width - 1], line[6, -1] = float("nan"), 1e3, 1e3
+        for gelu, format in ((False, "fp8"), (True, "int8"), (False, "int8"), (True, "fp8")):
+            given = line.clone()
+            made = swiglu_codes(given, gelu, format)
+            assert torch.equal(given[:5], line[:5])
+            _same_codes(made, swiglu_(given, gelu), format)
+            assert made.scales_T1.isfinite().sum() == 6
+
+
+def layers_that_quantise(device: str) -> None:
+    """Layers quantise in the kernels before their products, except for the first norm and the output of attention. The
+    results have the bits of layers that quantise apart."""
+    from lockstep.kernels.decode import layer_parts_triton
+    from lockstep.kernels.decode.decode_layers_triton import _trial_pass, fused_layers
+    from lockstep.kernels.quantized import token_products
+    from lockstep.model.decoder import inner_decoder
+    from lockstep.model.policy import Policy
+    from lockstep.rollout.native.native_engine import quantized_view
+
+    gemma = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    # Two layers: the first norm and both outputs of attention are quantised apart. Modules of experts quantise their
+    # inputs by themselves: DeepSeek's shared expert, in the second layer, has three products.
+    cases = (("Qwen2", {}, 3, 8), ("Gemma3", gemma, 3, 8), ("Qwen3Moe", EXPERTS, 3, 4), ("DeepseekV3", LATENTS, 6, 9))
+    for (name, more, *calls), precision in zip(cases, ("fp8", "int8", "fp8", "int8"), strict=True):
+        policy = Policy(_small(name, device, **more), "sdpa")
+        layout, decoder = policy.decoder.cache_layout(), inner_decoder(policy.causal_lm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fused, view = fused_layers(decoder, layout), quantized_view(policy, precision)
+        assert fused is not None
+        assert view is not None
+        view.refresh()
+        apart = copy(fused)
+        apart.norms = [replace(norm, readers=()) for norm in fused.norms]
+        apart.layers = [replace(layer, middle=replace(layer.middle, readers=())) for layer in fused.layers]
+        positions = torch.tensor([0, 5, 17, 30], device=device)
+        found, counts = [], []
+        for layers, widest in ((fused, layer_parts_triton.WIDEST_CODED), (apart, 0)):
+            step = _trial_pass(layout, positions, decoder.embed_tokens.weight)
+            with (
+                patch.object(layer_parts_triton, "WIDEST_CODED", widest),
+                patch.object(token_products, "token_codes", wraps=token_products.token_codes) as quantising,
+                torch.inference_mode(),
+                view.used(),
+            ):
+                found.append(layers.decode(positions + 1, positions, step))
+            counts.append(quantising.call_count)
+        assert torch.equal(*found)
+        assert counts == calls
 
 
 def products_of_int8(device: str) -> None:
@@ -170,6 +277,9 @@ CHECKS = {
     "eight_bit_steps": eight_bit_steps,
     "codes_of_training": codes_of_training,
     "codes_of_tokens": codes_of_tokens,
+    "codes_of_norms": codes_of_norms,
+    "codes_of_gated_rows": codes_of_gated_rows,
+    "layers_that_quantise": layers_that_quantise,
     "products_of_int8": products_of_int8,
     "dequantizing": dequantizing,
     "products_with_few_rows": products_with_few_rows,

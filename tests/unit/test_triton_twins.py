@@ -38,6 +38,7 @@ LONG = {
     *("recurrent_models", "kept_by_recurrent_layers", "decoding", "linear_rules", "eight_bit_steps", "convolutions"),
     *("products_with_few_rows", "adamw", "drawing_tokens", "dequantizing", "grouped_experts", "value_sizes"),
     *("grouped_norm_of_nemotron", "codes_of_training", "latents", "rows_of_logits"),
+    *("codes_of_norms", "codes_of_gated_rows", "layers_that_quantise"),
 }
 
 

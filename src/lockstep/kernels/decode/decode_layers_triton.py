@@ -26,13 +26,13 @@ from lockstep.kernels.attention.latent import latents_kept
 from lockstep.kernels.attention.layout import DecodePass
 from lockstep.kernels.attention.masks import CALLS, SHAPE
 from lockstep.kernels.attention.paged import PrefillPass
-from lockstep.kernels.decode.decode_triton import add_norm_
 from lockstep.kernels.decode.layer_parts_triton import (
     Angles,
     Attention,
     Experts,
     FeedForward,
     HeadAttention,
+    Input,
     LatentAttention,
     Norm,
     Pass,
@@ -77,14 +77,15 @@ class Layer:
     def of(cls, module: Any, kind: str | None) -> Layer:
         attention, mlp = module.self_attn, module.mlp
         sandwich = _names(module) == SANDWICH
-        after = Norm.of(module.post_attention_layernorm)
+        feed = Experts(mlp) if hasattr(mlp, "experts") else FeedForward.of(mlp)
+        middle = module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm
         return cls(
             module,
             LatentAttention.of(attention) if hasattr(attention, "kv_b_proj") else HeadAttention.of(attention),
-            Experts(mlp) if hasattr(mlp, "experts") else FeedForward.of(mlp),
+            feed,
             kind,
-            Norm.of(module.pre_feedforward_layernorm) if sandwich else after,
-            after if sandwich else None,
+            Norm.of(middle, feed.projections[0] if feed.projections else ()),
+            Norm.of(module.post_attention_layernorm) if sandwich else None,
             Norm.of(module.post_feedforward_layernorm) if sandwich else None,
         )
 
@@ -95,20 +96,16 @@ class Layer:
     def run(
         self,
         stream_TW: torch.Tensor,
-        normed_TW: torch.Tensor,
+        normed_TW: Input,
         angles: dict[str | None, Angles],
         step: Pass,
         after: Norm,
-    ) -> torch.Tensor:
+    ) -> Input:
         """Adds the layer's output to the residual stream in place. Returns the sum, normalised by `after`."""
         out: Any = self.module.self_attn.o_proj
         attended = product(self.attention.attend(normed_TW, angles[self.kind], step), (out,))
-        normed = _add_norm(stream_TW, attended, self.middle, self.after_attention)
-        return _add_norm(stream_TW, self.feed(normed), after, self.after_feed)
-
-
-def _add_norm(stream_TW: torch.Tensor, more_TW: torch.Tensor, norm: Norm, post: Norm | None) -> torch.Tensor:
-    return add_norm_(stream_TW, more_TW, norm.numbers, None if post is None else post.numbers)
+        normed = self.middle.of_sum(stream_TW, attended, self.after_attention)
+        return after.of_sum(stream_TW, self.feed(normed), self.after_feed)
 
 
 class FusedLayers:
@@ -117,7 +114,7 @@ class FusedLayers:
     def __init__(self, decoder: Any):
         self.decoder = decoder
         self.layers = [Layer.of(module, kind) for module, kind in zip(decoder.layers, _kinds(decoder), strict=True)]
-        first = [Norm.of(module.input_layernorm) for module in decoder.layers]
+        first = [Norm.of(layer.module.input_layernorm, layer.attention.projections[0]) for layer in self.layers]
         self.norms = [*first, Norm.of(decoder.norm)]
         """The norms before each layer, and the norm after the last layer."""
         self.prefills = all(isinstance(layer.attention, HeadAttention) for layer in self.layers)
@@ -149,6 +146,7 @@ class FusedLayers:
         stream, normed, angles = self._begin(ids_T, positions_T)
         for layer, after in zip(self.layers, self.norms[1:], strict=True):
             normed = layer.run(stream, normed, angles, step, after)
+        assert isinstance(normed, torch.Tensor)
         return normed
 
     def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
@@ -163,7 +161,7 @@ class FusedLayers:
 
     def _begin(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str | None, Angles]]:
+    ) -> tuple[torch.Tensor, Input, dict[str | None, Angles]]:
         """Returns the residual stream, the stream normalised for the first layer, and the rotary angles. The stream is
         in new memory, because the layers overwrite it."""
         stream = self.decoder.embed_tokens(ids_T)
@@ -400,6 +398,7 @@ def _compared(
 
         layer = replace(layer, feed=Experts(experts))
     normed = layer.run(stream, before(stream), angles, step, after)
+    assert isinstance(normed, torch.Tensor)
     written = [part[step.slots_T] for part in planes]
     zeros = [torch.zeros_like(part) for part in stored]
     same = _close(stream, expected, given) and all(map(_close, written, stored, zeros))

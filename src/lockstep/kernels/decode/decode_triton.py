@@ -7,16 +7,22 @@ heads, G key/value heads, D head size, W model width, I feed-forward width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from lockstep.kernels.norm_triton import RmsNorm, plain_rms_norm, weighted
+from lockstep.kernels.quantized.token_codes_triton import coded, magnitude_bits, native, row_scale, stored
+from lockstep.kernels.quantized.token_products import CODES, LARGEST, SMALLEST_SCALE, TokenCodes
 from lockstep.kernels.rotary_triton import plain_rotate
 from lockstep.kernels.swiglu_triton import activated, plain_swiglu
 
 # Number of elements of a row that one Triton program handles.
 BLOCK_N = 1024
+# The widest row of act(gate) * up that one program keeps in registers.
+WIDEST_CODED = 32768
 
 
 @triton.jit
@@ -26,16 +32,22 @@ def _add_norm(  # type: ignore[no-untyped-def]
     weight,
     post_weight,
     out,
+    scales,
     epsilon,
     post_epsilon,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     OFFSET: tl.constexpr,
     POST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """Implements `add_norm_`. Each Triton program handles one token."""
+    """Implements `add_norm_`, and `add_norm_codes_` if there are scales. Each Triton program handles one token."""
     kind: tl.constexpr = stream.dtype.element_ty
-    columns = tl.arange(0, BLOCK)
+    # A thread has the 16 bytes that it loads at once. Without the hint, it would have 16 codes that it stores at once,
+    # so the sums would have another order than without codes, and other bits.
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), 128 // kind.primitive_bitwidth)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
     added = tl.load(more + places, mask=inside, other=0.0).to(tl.float32)
@@ -48,7 +60,14 @@ def _add_norm(  # type: ignore[no-untyped-def]
     values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + epsilon)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + places, weighted(values * scale, weights, OFFSET, kind), mask=inside)
+    normed = weighted(values * scale, weights, OFFSET, kind)
+    if scales is None:
+        tl.store(out + places, normed, mask=inside)
+    else:
+        scale = row_scale(tl.max(magnitude_bits(normed), axis=0), LARGEST, SMALLEST)
+        codes = coded(normed, tl.div_rn(1.0, scale), LARGEST, out.dtype.element_ty == tl.int8, NATIVE)
+        tl.store(out + places, codes, mask=inside)
+        tl.store(scales + tl.program_id(0), scale)
 
 
 @triton.jit
@@ -135,14 +154,50 @@ def _place_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _gated(gate, up, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    act = activated(gate.to(tl.float32), GELU).to(gate.dtype).to(tl.float32)
+    return (act * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def _swiglu(gate_up, WIDTH: tl.constexpr, GELU: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < WIDTH
     places = gate_up + tl.program_id(0).to(tl.int64) * (2 * WIDTH) + columns
-    gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(places + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    act = activated(gate, GELU).to(gate_up.dtype.element_ty).to(tl.float32)
-    tl.store(places, (act * up).to(gate_up.dtype.element_ty), mask=inside)
+    gate = tl.load(places, mask=inside, other=0.0)
+    up = tl.load(places + WIDTH, mask=inside, other=0.0)
+    tl.store(places, _gated(gate, up, GELU), mask=inside)
+
+
+@triton.jit
+def _swiglu_codes(  # type: ignore[no-untyped-def]
+    gate_up,
+    out,
+    scales,
+    WIDTH: tl.constexpr,
+    GELU: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Implements `swiglu_codes`. Each Triton program keeps the row of one token in registers, so that it reads the row
+    and computes the activation once. The row is in two blocks, because one block would have up to twice its width."""
+    INT8: tl.constexpr = out.dtype.element_ty == tl.int8
+    token = tl.program_id(0).to(tl.int64)
+    places = gate_up + token * (2 * WIDTH)
+    head, tail = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+    inside = tail < WIDTH
+    gate, up = tl.load(places + tail, mask=inside, other=0.0), tl.load(places + WIDTH + tail, mask=inside, other=0.0)
+    last = _gated(gate, up, GELU)
+    first = _gated(tl.load(places + head), tl.load(places + WIDTH + head), GELU)
+    largest = tl.maximum(tl.max(magnitude_bits(first), axis=0), tl.max(magnitude_bits(last), axis=0))
+    scale = row_scale(largest, LARGEST, SMALLEST)
+    factor = tl.div_rn(1.0, scale)
+    tl.store(out + token * WIDTH + head, coded(first, factor, LARGEST, INT8, NATIVE))
+    tl.store(out + token * WIDTH + tail, coded(last, factor, LARGEST, INT8, NATIVE), mask=inside)
+    tl.store(scales + token, scale)
 
 
 def add_norm_(
@@ -150,26 +205,49 @@ def add_norm_(
 ) -> torch.Tensor:
     """Adds `more_TW`, normalised by the norm `post` if there is one, to the residual stream in place. Returns the
     RMSNorm of the sum."""
+    out = torch.empty_like(stream_TW)
+    _launch_add_norm(stream_TW, more_TW, norm, post, out=out, scales=None, LARGEST=0.0, SMALLEST=0.0, NATIVE=False)
+    return out
+
+
+def add_norm_codes_(
+    stream_TW: torch.Tensor, more_TW: torch.Tensor, norm: RmsNorm, post: RmsNorm | None, format: str
+) -> TokenCodes:
+    """Returns the `token_codes` of the result of `add_norm_`."""
+    made, arguments = _codes_memory(stream_TW, len(stream_TW), stream_TW.shape[1], format)
+    _launch_add_norm(stream_TW, more_TW, norm, post, **arguments)
+    return made
+
+
+def _launch_add_norm(
+    stream_TW: torch.Tensor, more_TW: torch.Tensor, norm: RmsNorm, post: RmsNorm | None, **output: Any
+) -> None:
     tokens, width = stream_TW.shape
     assert more_TW.is_contiguous()
     assert stream_TW.is_contiguous()
-    out = torch.empty_like(stream_TW)
     block = triton.next_power_of_2(width)
     _add_norm[(tokens,)](
         stream_TW,
         more_TW,
         norm.weight_W,
         norm.weight_W if post is None else post.weight_W,
-        out,
-        norm.epsilon,
-        0.0 if post is None else post.epsilon,
+        epsilon=norm.epsilon,
+        post_epsilon=0.0 if post is None else post.epsilon,
         WIDTH=width,
         BLOCK=block,
         OFFSET=norm.unit_offset,
         POST=post is not None,
         num_warps=max(1, min(16, block // 256)),
+        **output,
     )
-    return out
+
+
+def _codes_memory(like: torch.Tensor, tokens: int, width: int, format: str) -> tuple[TokenCodes, dict[str, Any]]:
+    """Returns memory for the codes of rows with the dtype of `like`, and the arguments of a kernel that fills it."""
+    codes = torch.empty(tokens, width, dtype=CODES[format], device=like.device)
+    scales = torch.empty(tokens, 1, dtype=torch.float32, device=like.device)
+    numbers = {"LARGEST": LARGEST[format], "SMALLEST": SMALLEST_SCALE, "NATIVE": native(like)}
+    return TokenCodes(codes, scales, like.dtype), {"out": stored(codes), "scales": scales, **numbers}
 
 
 def plain_add_norm_(
@@ -265,6 +343,18 @@ def swiglu_(line_TL: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     assert line_TL.is_contiguous()
     _swiglu[(tokens, triton.cdiv(width, BLOCK_N))](line_TL, WIDTH=width, GELU=gelu, BLOCK_N=BLOCK_N, num_warps=4)
     return line_TL[:, :width]
+
+
+def swiglu_codes(line_TL: torch.Tensor, gelu: bool, format: str) -> TokenCodes:
+    """Returns the `token_codes` of the result of `swiglu_`, and leaves its input as it is."""
+    tokens, width = len(line_TL), line_TL.shape[1] // 2
+    assert line_TL.is_contiguous()
+    made, arguments = _codes_memory(line_TL, tokens, width, format)
+    head = max(1, triton.next_power_of_2(width) // 2)
+    tail = triton.next_power_of_2(max(1, width - head))
+    warps = max(4, min(16, head // 1024))
+    _swiglu_codes[(tokens,)](line_TL, WIDTH=width, GELU=gelu, HEAD=head, TAIL=tail, num_warps=warps, **arguments)
+    return made
 
 
 def plain_swiglu_(line_TL: torch.Tensor, gelu: bool = False) -> torch.Tensor:

@@ -18,14 +18,25 @@ from torch.nn.functional import linear
 from lockstep.kernels.attention.layout import DecodePass
 from lockstep.kernels.attention.masks import CALLS, CHUNK, HEADS, SHAPE, SOFTCAP, WINDOW
 from lockstep.kernels.attention.paged import PrefillPass, decode_attention, paged_attention
-from lockstep.kernels.decode.decode_triton import HeadNorms, heads_of_line, place_heads_, swiglu_
+from lockstep.kernels.decode.decode_triton import (
+    WIDEST_CODED,
+    HeadNorms,
+    add_norm_,
+    add_norm_codes_,
+    heads_of_line,
+    place_heads_,
+    swiglu_,
+    swiglu_codes,
+)
 from lockstep.kernels.decode.latent_triton import place_latents
 from lockstep.kernels.fused_modules import adds_one, epsilon_of, is_gelu_gated
 from lockstep.kernels.norm_triton import RmsNorm, rms_norm
 from lockstep.kernels.quantized.formats import Quantized
 from lockstep.kernels.quantized.quantized_view import QuantizedForward
-from lockstep.kernels.quantized.token_products import quantized_product
+from lockstep.kernels.quantized.token_products import TokenCodes, quantized_product
 
+Input = torch.Tensor | TokenCodes
+"""The input of projections. If they all use quantised weights, a kernel may have quantised it already."""
 Angles = tuple[torch.Tensor, torch.Tensor]
 Pass = PrefillPass | DecodePass
 
@@ -60,18 +71,24 @@ def parameters_of(projections: Sequence[Any]) -> list[list[nn.Parameter]]:
     return [[each.weight for each in projections], *([biases] if biases else [])]
 
 
-def product(x: torch.Tensor, projections: Sequence[nn.Linear]) -> torch.Tensor:
+def format_of(projections: Sequence[nn.Linear]) -> str | None:
+    """Returns the format of the weights of the projections if a view (`quantized_view.py`) is in use."""
+    low = vars(projections[0]).get("forward")
+    return low.weight.format if isinstance(low, QuantizedForward) else None
+
+
+def product(x: Input, projections: Sequence[nn.Linear]) -> torch.Tensor:
     """Returns the concatenated outputs of several projections, computed as one matmul. Uses the quantised weights if a
     view (`quantized_view.py`) is in use."""
-    low = [vars(each).get("forward") for each in projections]
-    if isinstance(low[0], QuantizedForward):
-        return _quantized(x, low)
+    if format_of(projections) is not None:
+        return _quantized(x, [vars(each).get("forward") for each in projections])
+    assert isinstance(x, torch.Tensor)
     weight, *bias = (joined(parts) for parts in parameters_of(projections))
     assert weight is not None
     return linear(x, weight, *bias)
 
 
-def _quantized(x: torch.Tensor, low: Sequence[Any]) -> torch.Tensor:
+def _quantized(x: Input, low: Sequence[Any]) -> torch.Tensor:
     assert all(isinstance(each, QuantizedForward) for each in low)
     codes, scales = joined([each.weight.codes for each in low]), joined([each.weight.scales for each in low])
     biases = [each.bias for each in low if each.bias is not None]
@@ -87,10 +104,12 @@ class Norm:
 
     module: Any
     unit_offset: bool
+    readers: Sequence[nn.Linear]
+    """The projections that read the result, if nothing else reads it."""
 
     @classmethod
-    def of(cls, module: nn.Module) -> Norm:
-        return cls(module, adds_one(module))
+    def of(cls, module: nn.Module, readers: Sequence[nn.Linear] = ()) -> Norm:
+        return cls(module, adds_one(module), readers)
 
     @property
     def numbers(self) -> RmsNorm:
@@ -101,15 +120,24 @@ class Norm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, *self.numbers)
 
+    def of_sum(self, stream_TW: torch.Tensor, more_TW: torch.Tensor, post: Norm | None) -> Input:
+        """Adds `more_TW`, normalised by `post` if it is not None, to the residual stream in place. Returns the norm of
+        the sum, quantised if its readers have quantised weights."""
+        inner = None if post is None else post.numbers
+        format = format_of(self.readers) if self.readers else None
+        if format is None:
+            return add_norm_(stream_TW, more_TW, self.numbers, inner)
+        return add_norm_codes_(stream_TW, more_TW, self.numbers, inner, format)
+
 
 class Attention(Protocol):
     """The attention of a layer, without its output projection."""
 
     @property
     def projections(self) -> list[Sequence[nn.Linear]]:
-        """Groups of projections that have the same input."""
+        """Groups of projections that have the same input. Only the first group reads the input of the attention."""
 
-    def attend(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
+    def attend(self, normed_TW: Input, angles: Angles, step: Pass) -> torch.Tensor:
         """Writes the tokens to the KV cache. Returns the concatenated outputs of all heads."""
 
 
@@ -150,7 +178,7 @@ class HeadAttention:
             return None
         return self.query_norm.numbers, self.key_norm.numbers
 
-    def attend(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
+    def attend(self, normed_TW: Input, angles: Angles, step: Pass) -> torch.Tensor:
         heads = heads_of_line(self.place(normed_TW, angles, step), self.heads, self.groups)
         limits = {
             "scale": self.scale,
@@ -160,7 +188,7 @@ class HeadAttention:
         }
         return paged_attention(*heads, step, self.index, **limits, stored=True).flatten(1)
 
-    def place(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
+    def place(self, normed_TW: Input, angles: Angles, step: Pass) -> torch.Tensor:
         """Computes the fused QKV projection of the tokens and writes keys and values to the KV cache."""
         qkv = product(normed_TW, self.projections[0])
         place_heads_(qkv, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
@@ -191,7 +219,7 @@ class LatentAttention:
         query = self.module.q_proj if self.query_norm is None else self.module.q_a_proj
         return [(query, self.module.kv_a_proj_with_mqa)]
 
-    def attend(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
+    def attend(self, normed_TW: Input, angles: Angles, step: Pass) -> torch.Tensor:
         assert isinstance(step, DecodePass)
         module, heads = self.module, getattr(self.module, HEADS)
         rank, nope, value = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
@@ -201,7 +229,7 @@ class LatentAttention:
         if self.query_norm is not None:
             query_TL = product(self.query_norm(query_TL), (module.q_b_proj,))
         keys, values = step.cache.layer(self.index)
-        query_THQ = normed_TW.new_empty(len(line), heads, size)
+        query_THQ = line.new_empty(len(line), heads, size)
         paired = bool(getattr(module.config, "rope_interleave", False))
         place_latents(query_TL, latent_TL, *angles, step.slots_T, keys, self.norm.numbers, query_THQ, paired)
         weights = module.kv_b_proj.weight.view(heads, nope + value, rank)
@@ -209,7 +237,7 @@ class LatentAttention:
         torch.bmm(nope_HTN, weights[:, :nope], out=query_THQ[..., :rank].transpose(0, 1))
         limits = module.scaling, getattr(module, WINDOW), getattr(module, SOFTCAP)
         latent_THR = decode_attention(query_THQ, keys, values, step, *limits, chunk=getattr(module, CHUNK))
-        out_THV = normed_TW.new_empty(len(line), heads, value)
+        out_THV = line.new_empty(len(line), heads, value)
         values_HRV = weights[:, nope:].transpose(1, 2)
         torch.bmm(latent_THR.transpose(0, 1), values_HRV, out=out_THV.transpose(0, 1))
         return out_THV.flatten(1)
@@ -230,9 +258,12 @@ class FeedForward:
     def projections(self) -> list[Sequence[nn.Linear]]:
         return [(self.module.gate_proj, self.module.up_proj)]
 
-    def __call__(self, normed_TW: torch.Tensor) -> torch.Tensor:
-        gate_up = product(normed_TW, self.projections[0])
-        return product(swiglu_(gate_up, self.gelu), (self.module.down_proj,))
+    def __call__(self, normed_TW: Input) -> torch.Tensor:
+        gate_up, down = product(normed_TW, self.projections[0]), (self.module.down_proj,)
+        format = format_of(down)
+        if format is None or down[0].in_features > WIDEST_CODED:
+            return product(swiglu_(gate_up, self.gelu), down)
+        return product(swiglu_codes(gate_up, self.gelu, format), down)
 
 
 @dataclass(frozen=True)
@@ -242,6 +273,7 @@ class Experts:
     module: Any
     projections: Sequence[Sequence[nn.Linear]] = ()
 
-    def __call__(self, normed_TW: torch.Tensor) -> torch.Tensor:
+    def __call__(self, normed_TW: Input) -> torch.Tensor:
+        assert isinstance(normed_TW, torch.Tensor)
         out: torch.Tensor = self.module(normed_TW[None])
         return out[0].contiguous()

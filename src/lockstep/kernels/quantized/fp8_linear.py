@@ -64,7 +64,7 @@ def _has_kernel(x: torch.Tensor) -> bool:
 def _product(x: Codes, weight: Codes, like: torch.Tensor, bias_N: torch.Tensor | None, *, fast: bool) -> torch.Tensor:
     """Multiplies codes [T, K] by codes [N, K] with their factors [T, 1] and [N, 1], and adds the bias."""
     (codes_TK, scales_T1), (codes_NK, scales_N1) = x, weight
-    if not scaled_mm_fits(like, codes_NK):
+    if not scaled_mm_fits(codes_TK, codes_NK, like.dtype):
         out = ((codes_TK.float() @ codes_NK.float().t()) * scales_T1 * scales_N1.t()).to(like.dtype)
         return out if bias_N is None else out + bias_N
     return torch._scaled_mm(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.kernels.quantized.formats import Quantized, quantize
-from lockstep.kernels.quantized.token_products import quantized_product
+from lockstep.kernels.quantized.token_products import TokenCodes, quantized_product
 
 
 class QuantizedForward:
@@ -26,7 +26,7 @@ class QuantizedForward:
     def __init__(self, weight: Quantized, bias: torch.Tensor | None):
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | TokenCodes) -> torch.Tensor:
         return quantized_product(x, self.weight, self.bias)
 
 

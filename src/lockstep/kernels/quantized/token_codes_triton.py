@@ -53,40 +53,55 @@ def _power_factor(largest, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):  # ty
 
 
 @triton.jit
+def magnitude_bits(value):  # type: ignore[no-untyped-def]
+    """The bits of |value|. As integers they have the order of the magnitudes, and NaN is the largest."""
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def row_scale(largest_bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale of a row by the largest of its `magnitude_bits`. A row with NaN has the scale NaN."""
+    scale = tl.maximum(tl.div_rn(largest_bits.to(tl.float32, bitcast=True), LARGEST), SMALLEST)
+    return tl.where(largest_bits > 0x7F800000, float("nan"), scale)
+
+
+@triton.jit
+def coded(value, factor, LARGEST: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The codes of the values of a row, of which `factor` is 1 / scale."""
+    value = tl.minimum(tl.maximum(value.to(tl.float32) * factor, -LARGEST), LARGEST)
+    if INT8:
+        # Adding 1.5 x 2^23 rounds half to even. The limits are applied before it: a fused multiply-add would round the
+        # product and the sum together.
+        code = ((value + 12582912.0) - 12582912.0).to(tl.int8)
+    else:
+        code = _fp8_bits(value, NATIVE)
+    return code
+
+
+@triton.jit
 def _codes(  # type: ignore[no-untyped-def]
     x, codes, scales, columns, row_stride, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, INT8: tl.constexpr,
     POWER: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Each program quantises one row: first its largest magnitude, then its codes."""
     row = tl.program_id(0).to(tl.int64)
-    largest = 0.0
-    bad = 0
+    bits = tl.zeros([TILE], tl.int32)
     for start in range(0, columns, TILE):
         at = start + tl.arange(0, TILE)
-        part = tl.load(x + row * row_stride + at, mask=at < columns, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(part), axis=0))
-        # The maximum ignores NaN.
-        bad += tl.sum((part != part).to(tl.int32), axis=0)
+        part = tl.load(x + row * row_stride + at, mask=at < columns, other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(part))
+    largest_bits = tl.max(bits, axis=0)
     if POWER:
-        factor = _power_factor(largest, LARGEST, SMALLEST)
-        scale = tl.div_rn(1.0, factor)
+        factor = _power_factor(largest_bits.to(tl.float32, bitcast=True), LARGEST, SMALLEST)
+        scale = tl.where(largest_bits > 0x7F800000, float("nan"), tl.div_rn(1.0, factor))
     else:
-        scale = tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST)
-    scale = tl.where(bad > 0, float("nan"), scale)
+        scale = row_scale(largest_bits, LARGEST, SMALLEST)
+        factor = tl.div_rn(1.0, scale)
     tl.store(scales + row, scale)
     for start in range(0, columns, TILE):
         at = start + tl.arange(0, TILE)
-        part = tl.load(x + row * row_stride + at, mask=at < columns, other=0.0).to(tl.float32)
-        if not POWER:
-            factor = tl.div_rn(1.0, scale)
-        value = part * factor
-        if INT8:
-            # Adding 1.5 x 2^23 rounds half to even.
-            value = (value + 12582912.0) - 12582912.0
-            code = tl.minimum(tl.maximum(value, -LARGEST), LARGEST).to(tl.int8)
-        else:
-            code = _fp8_bits(tl.minimum(tl.maximum(value, -LARGEST), LARGEST), NATIVE)
-        tl.store(codes + row * columns + at, code, mask=at < columns)
+        part = tl.load(x + row * row_stride + at, mask=at < columns, other=0.0)
+        tl.store(codes + row * columns + at, coded(part, factor, LARGEST, INT8, NATIVE), mask=at < columns)
 
 
 @triton.jit
@@ -138,9 +153,14 @@ def _int8_product(  # type: ignore[no-untyped-def]
     tl.store(out + places, scaled.to(out.dtype.element_ty), mask=inside)
 
 
-def _native(x: torch.Tensor) -> bool:
+def native(x: torch.Tensor) -> bool:
     """Returns whether the device converts to fp8 by an instruction."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def stored(codes: torch.Tensor) -> torch.Tensor:
+    """Returns the codes as the integers that kernels store."""
+    return codes if codes.dtype is torch.int8 else codes.view(torch.uint8)
 
 
 def int8_product_fits(codes_TK: torch.Tensor, codes_NK: torch.Tensor) -> bool:
@@ -186,12 +206,10 @@ def token_codes_triton(
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x_TK.device)
     if rows:
         tile = min(TILE, triton.next_power_of_2(columns))
-        bits = codes if dtype is torch.int8 else codes.view(torch.uint8)
         int8 = dtype is torch.int8
-        # A fused multiply-add would round the product and the sum together, so ties would get other codes.
         _codes[(rows,)](
-            x_TK, bits, scales, columns, x_TK.stride(0), largest, smallest, int8, power, tile, _native(x_TK),
-            num_warps=4 if columns <= 1024 else 8, enable_fp_fusion=False,
+            x_TK, stored(codes), scales, columns, x_TK.stride(0), largest, smallest, int8, power, tile, native(x_TK),
+            num_warps=4 if columns <= 1024 else 8,
         )  # fmt: skip
     return codes, scales
 
@@ -202,6 +220,7 @@ def transposed_codes_triton(x_NK: torch.Tensor, scale: torch.Tensor, largest: fl
     rows, columns = x_NK.shape
     codes = torch.empty(columns, rows, dtype=torch.float8_e4m3fn, device=x_NK.device)
     grid = (triton.cdiv(rows, SQUARE), triton.cdiv(columns, SQUARE))
-    bits = codes.view(torch.uint8)
-    _transposed[grid](x_NK, bits, scale, rows, columns, x_NK.stride(0), largest, SQUARE, _native(x_NK), num_warps=4)
+    _transposed[grid](
+        x_NK, stored(codes), scale, rows, columns, x_NK.stride(0), largest, SQUARE, native(x_NK), num_warps=4
+    )
     return codes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -19,11 +20,19 @@ from lockstep.kernels.quantized.int8_npu import npu_int8_product
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # A row of zeros gets this scale, so that no division by zero occurs.
-_SMALLEST_SCALE = 2.0**-126
+SMALLEST_SCALE = 2.0**-126
 # torch._int_mm on NVIDIA devices needs more than 16 rows.
 _LEAST_ROWS = 17
 # Matrix units read 16 values at a time.
 _STEP = 16
+
+
+class TokenCodes(NamedTuple):
+    """Quantised rows, one scale per row in fp32, and the dtype that products of these rows have."""
+
+    codes_TK: torch.Tensor
+    scales_T1: torch.Tensor
+    dtype: torch.dtype
 
 
 def token_codes(x_TK: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,10 +42,10 @@ def token_codes(x_TK: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Te
         from lockstep.kernels.quantized.token_codes_triton import token_codes_triton
 
         flat = x_TK.reshape(-1, x_TK.shape[-1])
-        codes, scale = token_codes_triton(flat, CODES[format], LARGEST[format], _SMALLEST_SCALE)
+        codes, scale = token_codes_triton(flat, CODES[format], LARGEST[format], SMALLEST_SCALE)
         return codes.view(x_TK.shape), scale.view(*x_TK.shape[:-1], 1)
     wide = x_TK.float()
-    scale = divided(wide.abs().amax(-1, keepdim=True), LARGEST[format]).clamp(min=_SMALLEST_SCALE)
+    scale = divided(wide.abs().amax(-1, keepdim=True), LARGEST[format]).clamp(min=SMALLEST_SCALE)
     # Devices divide each element slower than they multiply it.
     codes = wide * (1.0 / scale)
     if format == "int8":
@@ -44,61 +53,71 @@ def token_codes(x_TK: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Te
     return codes.clamp(-LARGEST[format], LARGEST[format]).to(CODES[format]), scale
 
 
-def quantized_product(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _quantised(x_TK: torch.Tensor | TokenCodes, format: str) -> TokenCodes:
+    return x_TK if isinstance(x_TK, TokenCodes) else TokenCodes(*token_codes(x_TK, format), x_TK.dtype)
+
+
+def quantized_product(
+    x: torch.Tensor | TokenCodes, weight: Quantized, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Returns `x @ weight.T + bias` in the dtype of `x`, with the rows of `x` quantised to the format of the weight."""
     assert weight.scales is not None
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if isinstance(x, TokenCodes) else x.reshape(-1, x.shape[-1])
     if weight.format == "fp8":
         out = fp8_product(flat, weight.codes, weight.scales, bias)
     else:
         out = int8_product(flat, weight.codes, weight.scales)
         out = out if bias is None else out + bias
-    return out.reshape(*x.shape[:-1], weight.codes.shape[0])
+    return out if isinstance(x, TokenCodes) else out.reshape(*x.shape[:-1], weight.codes.shape[0])
 
 
 def fp8_product(
-    x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor, bias_N: torch.Tensor | None = None
+    x_TK: torch.Tensor | TokenCodes,
+    codes_NK: torch.Tensor,
+    scales_N1: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not scaled_mm_fits(x_TK, codes_NK):
+    codes_TK, scales_T1, dtype = x_TK = _quantised(x_TK, "fp8")
+    if not scaled_mm_fits(codes_TK, codes_NK, dtype):
         out = dequantized_product(x_TK, codes_NK, scales_N1, "fp8")
         return out if bias_N is None else out + bias_N
-    codes_TK, scales_T1 = token_codes(x_TK, "fp8")
     return torch._scaled_mm(
         codes_TK,
         codes_NK.t(),
         scale_a=scales_T1,
         scale_b=scales_N1.t(),
-        bias=None if bias_N is None else bias_N.to(x_TK.dtype),
-        out_dtype=x_TK.dtype,
+        bias=None if bias_N is None else bias_N.to(dtype),
+        out_dtype=dtype,
         use_fast_accum=True,
     )
 
 
-def scaled_mm_fits(x_TK: torch.Tensor, codes_NK: torch.Tensor) -> bool:
-    """Returns whether torch's scaled matmul with one scale per row supports these matrices. On a CPU it depends on the
-    processor which code runs, so plain matmuls are used there."""
-    if not len(x_TK) or x_TK.device.type == "cpu":
+def scaled_mm_fits(codes_TK: torch.Tensor, codes_NK: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether torch's scaled matmul with one scale per row supports these matrices and this dtype of the
+    result. On a CPU it depends on the processor which code runs, so plain matmuls are used there."""
+    if not len(codes_TK) or codes_TK.device.type == "cpu":
         return False
     outputs, inputs = codes_NK.shape
-    return x_TK.dtype is torch.bfloat16 and inputs % _STEP == 0 and outputs % _STEP == 0
+    return dtype is torch.bfloat16 and inputs % _STEP == 0 and outputs % _STEP == 0
 
 
-def int8_product(x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor) -> torch.Tensor:
+def int8_product(x_TK: torch.Tensor | TokenCodes, codes_NK: torch.Tensor, scales_N1: torch.Tensor) -> torch.Tensor:
     """The sums are exact integers, so that the result of a row does not depend on the other rows."""
-    if x_TK.device.type == "npu" and quant_problem(x_TK, codes_NK) is None:
+    device = codes_NK.device.type
+    if device == "npu" and isinstance(x_TK, torch.Tensor) and quant_problem(x_TK, codes_NK) is None:
         return npu_int8_product(x_TK, codes_NK, scales_N1)
     outputs, inputs = codes_NK.shape
-    codes_TK, scales_T1 = token_codes(x_TK, "int8")
-    if x_TK.device.type == "cpu":
+    codes_TK, scales_T1, dtype = x_TK = _quantised(x_TK, "int8")
+    if device == "cpu":
         sums_TN = codes_TK.double() @ codes_NK.double().t()  # exact on every processor
-    elif x_TK.device.type == "npu" or inputs % _STEP or outputs % _STEP:
+    elif device == "npu" or inputs % _STEP or outputs % _STEP:
         return dequantized_product(x_TK, codes_NK, scales_N1, "int8")
     else:
-        found = _fused_int8_product(codes_TK, scales_T1, codes_NK, scales_N1, x_TK.dtype)
+        found = _fused_int8_product(codes_TK, scales_T1, codes_NK, scales_N1, dtype)
         if found is not None:
             return found
         sums_TN = _integer_sums(codes_TK, codes_NK)
-    return (sums_TN.float() * scales_T1 * scales_N1.t()).to(x_TK.dtype)
+    return (sums_TN.float() * scales_T1 * scales_N1.t()).to(dtype)
 
 
 def _integer_sums(codes_TK: torch.Tensor, codes_NK: torch.Tensor) -> torch.Tensor:
@@ -151,8 +170,8 @@ def _fused_int8_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def dequantized_product(
-    x_TK: torch.Tensor, codes_NK: torch.Tensor, scales_N1: torch.Tensor, format: str
+    x_TK: torch.Tensor | TokenCodes, codes_NK: torch.Tensor, scales_N1: torch.Tensor, format: str
 ) -> torch.Tensor:
     """The same product without the device's matrix units for eight bits: both matrices are dequantised to fp32."""
-    codes_TK, scales_T1 = token_codes(x_TK, format)
-    return ((codes_TK.float() @ codes_NK.float().t()) * scales_T1 * scales_N1.t()).to(x_TK.dtype)
+    codes_TK, scales_T1, dtype = _quantised(x_TK, format)
+    return ((codes_TK.float() @ codes_NK.float().t()) * scales_T1 * scales_N1.t()).to(dtype)
