@@ -77,6 +77,7 @@ def train(
     words = with_beginning(overrides or [], resume_from, init_from)
     checked = load_recipe(recipe, words)
     if smoke:
+        write(f"smoke test of {checked.run.name}: loading libraries ...")
         from lockstep.commands.smoke import smoke_test
 
         smoke_test(checked)

@@ -291,7 +291,7 @@ def check_signature(function: Callable[..., Any], name: str, call: Sequence[str]
     except TypeError as error:
         raise Unloadable(
             f"{name} cannot be called with the arguments {words}: {error}",
-            f"write: def {name}({words})",
+            f"write: def {name.rpartition('.')[2]}({words})",
             code="invalid-function",
         ) from None
 

@@ -15,11 +15,12 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "first_hour.sh"
 
 
 @pytest.mark.slow
-def test_the_first_hour(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hour", ["first", "migration", "agents"])
+def test_the_first_hour(tmp_path: Path, hour: str) -> None:
     # Cold, as a newcomer's is: a warm interpreter has lockstep loaded, which the export must do without.
     own = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["sh", SCRIPT, tmp_path / "hour"],
+        ["sh", SCRIPT, *([] if hour == "first" else [hour]), tmp_path / "hour"],
         env={**os.environ, "PATH": own, "COLUMNS": "80"},
         capture_output=True,
         text=True,
@@ -27,4 +28,8 @@ def test_the_first_hour(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    assert done.stdout.rstrip().splitlines()[-1].startswith("== the first hour is over")
+    assert (
+        done.stdout.rstrip()
+        .splitlines()[-1]
+        .startswith(f"== the {'first hour' if hour == 'first' else f'hour of {hour}'} is over")
+    )

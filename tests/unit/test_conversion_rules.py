@@ -198,7 +198,10 @@ def test_what_main_ppo_may_not_set(words: list[str], where: str) -> None:
 
 @pytest.mark.parametrize(
     ("enabled", "length", "limit"),
-    [("True", "mapped", "max_response_length is the limit"), ("False", "ignored", "the overlong buffer is off")],
+    [
+        ("True", "mapped", "critic/score, which lockstep always logs, contains the penalty"),
+        ("False", "ignored", "the overlong buffer is off"),
+    ],
 )
 def test_keys_of_the_overlong_buffer_that_are_not_read(enabled: str, length: str, limit: str) -> None:
     words = [*OVERLONG_ON[:1], f"{OVERLONG}.enable={enabled}", f"{OVERLONG}.len=100", f"{OVERLONG}.log=True"]

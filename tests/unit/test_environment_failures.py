@@ -319,6 +319,26 @@ def test_a_bug_in_the_first_call_is_refused(tokenizer: Any, keys: dict[str, Any]
         tried(tokenizer, f"{FILE}:Buggy", **keys)
 
 
+def test_the_remedy_names_the_classes_of_the_file_and_the_key_of_the_arguments(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from lockstep.environments import Start, Turn\n"
+        "class Game:\n"
+        "    def __init__(self, low): ...\n"
+        "    def reset(self, row): ...\n"
+        "class Sized(Game):\n"
+        "    def reset(self, row, seed): ...\n"
+        "    def step(self, reply): ...\n"
+    )
+    remedies = []
+    for name in ("Absent", "Game", "Sized"):
+        with pytest.raises(Refusal) as refused:
+            tried(tokenizer, f"{file}:{name}")
+        remedies.append(refused.value.problems[0].remedy)
+    assert remedies[:2] == ["those of the file are: Game, Sized", "write: def reset(self, row, seed)"]
+    assert "rollout.environment_args" in remedies[2]
+
+
 # -- the end of the run ------------------------------------------------------------------------------------------------
 
 ALONE = """

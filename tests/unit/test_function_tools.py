@@ -207,6 +207,17 @@ def unknown(x: "Missing"):
     """
 
 
+class Class:
+    """Doubles.
+
+    Args:
+        x: A number.
+    """
+
+    def __init__(self, x: int):
+        pass
+
+
 number = 3
 '''
 
@@ -238,6 +249,7 @@ def test_a_tool_is_loaded_from_a_file_a_package_or_a_function(file: Path) -> Non
         ("unknown", "Missing"),
         ("number", "not a function"),
         ("absent", "has no function absent"),
+        ("Class", "Class is a class, not a function"),
     ],
 )
 def test_functions_without_a_schema_are_refused(file: Path, name: str, why: str) -> None:

@@ -124,7 +124,9 @@ def test_a_missing_backslash_is_told(broken: str, line: int, word: str) -> None:
     ]
 
 
-def test_several_commands_of_a_script_and_one_that_trains_nothing(tmp_path: Path) -> None:
+def test_several_commands_of_a_script_and_one_that_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script, out = tmp_path / "loop.sh", tmp_path / "r.yaml"
     script.write_text(
         "python -m openrlhf.cli.batch_inference --eval_task rm\n"
@@ -137,6 +139,9 @@ def test_several_commands_of_a_script_and_one_that_trains_nothing(tmp_path: Path
         migrate(script, [], out)
     assert load_recipe(str(out)).preference.beta == 0.1
     assert load_recipe(str(tmp_path / "r-2.yaml")).method == "rm"
+    said = capsys.readouterr().err
+    assert f"lockstep train {out}\n" in said
+    assert f"lockstep train {tmp_path / 'r-2.yaml'}\n" in said
 
 
 def test_an_unknown_key_names_the_nearest() -> None:

@@ -114,6 +114,26 @@ def test_a_copy_of_verl_under_another_name_is_explained() -> None:
 # Unset variables -----------------------------------------------------------------------------------------------------
 
 
+def test_a_here_document_with_an_unset_variable_is_a_command() -> None:
+    script = """read -r -d '' words <<EOF
+openrlhf.cli.train_dpo --model.model_name_or_path m \\
+   --data.dataset ${DATA}/pairs.jsonl --ckpt.output_dir $(date +%d)
+EOF
+deepspeed --module $words
+"""
+    problem = problem_of(script)
+    assert (problem.why, problem.code) == ("the variable DATA is not set in the script", "unresolved-reference")
+    assert problem.remedy == "set it: lockstep migrate script.sh DATA=VALUE"
+    assert checked(one(script, "DATA=d").done).data.train[0].path == "d/pairs.jsonl"
+
+
+def test_a_folder_with_the_name_of_an_argument_is_reported_with_the_command_that_sets_it() -> None:
+    script = f"{MAIN} trainer.default_local_dir=$2"
+    _, _, remarks = migrated(script, path="my run.sh")
+    assert remarks[-1].endswith("(set it: lockstep migrate 'my run.sh' ARGUMENT1 ARGUMENT2)")
+    assert not migrated(script, ["8", "out"])[2]
+
+
 def test_one_message_lists_every_missing_value_with_one_command() -> None:
     script = (
         "python3 -m verl.trainer.main_ppo data.train_files=$DATA/train.parquet \\\n"
@@ -123,7 +143,7 @@ def test_one_message_lists_every_missing_value_with_one_command() -> None:
     problem = problem_of(script)
     assert (problem.where, problem.code) == ("line 1: data.train_files=DATA/train.parquet", "unresolved-reference")
     assert "DATA, MODEL, 2" in problem.why
-    assert problem.remedy.endswith("lockstep migrate SCRIPT ARGUMENT1 ARGUMENT2 DATA=VALUE MODEL=VALUE")
+    assert problem.remedy.endswith("lockstep migrate script.sh ARGUMENT1 ARGUMENT2 DATA=VALUE MODEL=VALUE")
     recipe = checked(one(script, "x", "4", "DATA=d", "MODEL=m").done)
     assert (recipe.data.train[0].path, recipe.model.path, recipe.rollout.n) == ("d/train.parquet", "m", 4)
 

@@ -344,7 +344,7 @@ def test_a_prompt_gets_what_a_response_leaves(config: Any, keys: dict[str, Any],
     ("keys", "said"),
     [
         ({"rollout__max_tokens": 100}, "model's context (100)"),
-        ({"rollout__max_tokens": 60, "data__max_prompt_tokens": 41}, "data.max_prompt_tokens is 41"),
+        ({"rollout__max_tokens": 60, "data__max_prompt_tokens": 41}, "set data.max_prompt_tokens to 40 or less"),
         ({"rollout__max_tokens": 60, "batch__tokens": 60}, "batch.tokens (60)"),
         ({"rollout__max_tokens": 60, "batch__tokens": 65, "data__max_prompt_tokens": 6}, "raise batch.tokens"),
     ],

@@ -200,7 +200,11 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (["algorithm.dynamic_sampling.metric=rule"], "algorithm.dynamic_sampling.metric", "max_gen_batches above 1"),
         (["reward.model_weights=[1.0]"], "reward.model_weights", "one weight per model"),
         (["reward.model=[]"], "reward.model", "empty"),
-        (["rollout.max_tokens=9", "algorithm.overlong.buffer=10"], "algorithm.overlong.buffer", "rollout.max_tokens"),
+        (
+            ["rollout.max_tokens=9", "algorithm.overlong.buffer=10"],
+            "algorithm.overlong.buffer",
+            "raise rollout.max_tokens",
+        ),
         (["critic.lr=1e-3"], "critic", "method ppo"),
         (["method=ppo", "critic.warmup=5", "run.steps=5"], "critic.warmup", "none of the 5"),
         (

@@ -219,6 +219,22 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(base: str) -> None:
     assert problem.remedy == "did you mean cosine?"
 
 
+@pytest.mark.parametrize(
+    ("word", "where", "remedy"),
+    [
+        ("environment=games.py", "rollout.environment", "write games.py:NAME, with the name of a class or function"),
+        ("tools=[calculater]", "rollout.tools.0", "did you mean calculator?"),
+    ],
+)
+def test_an_invalid_environment_is_not_also_reported_as_missing(base: str, word: str, where: str, remedy: str) -> None:
+    words = ["method=grpo", "model.path=m", "data.train=d", "rollout.max_turns=3", f"rollout.{word}"]
+    with pytest.raises(Refusal) as refused:
+        load_recipe(base, words)
+    (problem,) = refused.value.problems
+    assert problem.where == where
+    assert problem.remedy.startswith(remedy)
+
+
 def test_all_problems_in_one_refusal(base: str) -> None:
     problems = refused(
         base,

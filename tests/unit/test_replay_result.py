@@ -12,9 +12,12 @@ import pytest
 from lockstep.parity.replay.diverged_module import DivergedModule
 from lockstep.parity.replay.locate_operator import Located
 from lockstep.parity.replay.replay_checks import Check, first_cause, verdicts
+from lockstep.parity.replay.replay_loop import skipped_steps
 from lockstep.parity.replay.replay_result import Replayed, as_json, first_divergence, show
 from lockstep.parity.replay.tolerances import MIXED, TOLERANCES, inherited, tolerance_of
 from lockstep.run.console import PlainConsole
+from lockstep.run.folder import RunFolder
+from lockstep.tape.tape_format import TapeFolder
 
 LOGPROBS = Check("log-probs", 3, "train, first update", math.inf, 2e-5, "token 4: -1 against nan")
 LOSS = Check("loss", 3, "train, update 1: value", 1e-3, 1e-5, "2 against 2.002")
@@ -103,3 +106,12 @@ def test_the_console_fits_and_goes_from_coarse_to_fine(capsys: pytest.CaptureFix
         "values",
         "reproduce",
     ]
+
+
+def test_steps_without_recorded_weights_are_named(tmp_path: Path) -> None:
+    for name in ("step_000001", "step_000002", "step_000003", "weights_000001"):
+        (tmp_path / f"{name}.safetensors").touch()
+    source, tape = RunFolder(tmp_path), TapeFolder(tmp_path)
+    (said,) = skipped_steps(source, tape, (), forced=True)
+    assert said.startswith("2 more recorded steps have no weights; --mode chained")
+    assert skipped_steps(source, tape, (1,), forced=True) == []

@@ -46,6 +46,19 @@ def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
     assert all(word in said for word in words)
 
 
+def test_a_limit_of_trajectories_is_not_called_max_tokens() -> None:
+    (said,) = read(Warnings(recipe_of()), response_length__clip_ratio=1.0, environment__turns=3.0)
+    assert "rollout.max_turns" in said
+    assert "end token" not in said
+
+
+def test_failing_tools_are_reported() -> None:
+    warnings = Warnings(recipe_of())
+    assert read(warnings, environment__tool_errors=1.0, environment__tool_calls=2.0) == []
+    (said,) = read(warnings, environment__tool_errors=1.1, environment__tool_calls=2.0)
+    assert "tool calls fail" in said
+
+
 @pytest.mark.parametrize(
     ("keys", "remedy"),
     [

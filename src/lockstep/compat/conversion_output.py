@@ -29,15 +29,15 @@ _TITLES: dict[OutcomeKind, str] = {
     "ignored": "no effect here",
     "refused": "refused",
 }
-_WIDTH = 110
+_WIDTH = 80
 
 
 # Report --------------------------------------------------------------------------------------------------------------
 
 
-def report(done: Conversion, start: str = "") -> str:
+def report(done: Conversion, start: str = "", recipe: str = "RECIPE.yaml") -> str:
     """Lists all keys of the command by outcome, then defaults written to the recipe, remarks, and how the training
-    starts (by default: the command that starts it)."""
+    starts (by default: the command that starts it with the file `recipe`)."""
     settings = done.settings
     method = f", method {done.recipe['method'].value}" if "method" in done.recipe else ""
     lines = [f"{settings.peer} {settings.program}{method}: {len(settings.given)} settings"]
@@ -48,10 +48,12 @@ def report(done: Conversion, start: str = "") -> str:
             lines += [line for outcome in some for line in _outcome_lines(outcome, done)]
     unset = [key for key, written in done.recipe.items() if not done.is_set(*written.sources)]
     if unset:
-        lines.append(f"defaults of {settings.peer} that differ from lockstep's, written to the recipe ({len(unset)}):")
-        lines += [f"  {key}: {value_text(done.recipe[key].value)}" for key in unset]
+        lines.append(f"other defaults of {settings.peer}, written to the recipe ({len(unset)}):")
+        lines += [
+            line for key in unset for line in _folded(f"{key}: {value_text(done.recipe[key].value)}", "  ", "    ")
+        ]
     lines += [line for remark in done.remarks for line in _folded(remark, "")]
-    return "\n".join([*lines, start or f"to train on the devices of the command: {start_command(done)}"])
+    return "\n".join([*lines, start or f"to train on the devices of the command:\n  {start_command(done, recipe)}"])
 
 
 def start_command(done: Conversion, recipe: str = "RECIPE.yaml") -> str:
@@ -67,13 +69,26 @@ def _outcome_lines(outcome: KeyOutcome, done: Conversion) -> Iterator[str]:
     place = f"{outcome.given.where}: " if outcome.given.where else ""
     to = ", ".join(f"{key}: {value_text(done.recipe[key].value)}" for key in outcome.to)
     arrow = f" -> {to}" if to and outcome.outcome in ("mapped", "changed") else ""
-    yield f"  {place}{done.settings.spelling(outcome.key)} = {value_text(outcome.given.value)}{arrow}"
+    given = f"  {place}{done.settings.spelling(outcome.key)} = {value_text(outcome.given.value)}"
+    if len(given + arrow) <= _WIDTH:
+        yield given + arrow
+    else:
+        yield from _folded(given.strip(), "  ", "      ")
+        yield from _folded(arrow.strip(), "      ", "         ")
     if outcome.note:
         yield from _folded(outcome.note, "      ")
 
 
-def _folded(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent or "  ")
+def _folded(text: str, indent: str, rest: str = "") -> list[str]:
+    """Folds a text to the width of the report. Long paths are not cut, so that they can be copied."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=rest or indent or "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 # Recipe --------------------------------------------------------------------------------------------------------------

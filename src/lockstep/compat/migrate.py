@@ -73,8 +73,9 @@ def migrate(
         for command, table in zip(commands, tables, strict=True):
             write(table_text(table, f"to train on its devices: {start_command(command.done)}"))
     for number, (command, table) in enumerate(zip(commands, tables, strict=True), 1):
+        file = out if out is None or number == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}")
         if not verify:
-            write(report(command.done), error=True)
+            write(report(command.done, recipe=str(file or "RECIPE.yaml")), error=True)
         try:
             checked(command.done)
         except Refusal as refusal:
@@ -82,8 +83,7 @@ def migrate(
             problems += [p for p in refusal.problems if p.code != "not-set" or not cut]
             continue
         origin = f"{path.name} line {command.training.line}"
-        if out is not None:
-            file = out if number == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}")
+        if file is not None:
             write_recipe(command.done, file, origin, table)
             write(f"wrote {file}", error=True)
         elif not verify:
@@ -111,9 +111,9 @@ def migrated(
         training = training_of(command, script.variables)
         if training is None:
             continue
-        known = known_words(training.peer, training.module, training.words)
+        known = known_words(training.peer, training.module, training.words, path)
         if known.missing:
-            problems.append(missing_problem(known.missing, script.computed))
+            problems.append(missing_problem(known.missing, script.computed, path))
             continue
         script.remarks += known.remarks
         training = replace(training, words=tuple(known.words))

@@ -20,6 +20,8 @@ _MANY = re.compile(r"(!?)(?:([A-Za-z_]\w*)\[@\]|@)(.*)", re.DOTALL)
 _NOW = re.compile(r"^\s*(date|now)\b")
 MARK = "\x00"
 """The marker before and after the name of a value that is unknown until the script runs."""
+# Words between spaces. The name of an unknown value may contain spaces and stays in one word.
+_WORDS = re.compile(f"(?:{MARK}[^{MARK}]*{MARK}|\\S)+")
 
 
 class ShellExpansion:
@@ -73,8 +75,7 @@ class ShellExpansion:
                 seen, i = seen or bool(many), closing(text, i + 1) + 1
             elif sign in "$`":
                 value, i = self._dollar(text, i)
-                # A value that is unknown until the script runs is not split, because splitting would lose its name.
-                pieces = self._split(value) if split and MARK not in value else [value]
+                pieces = self._split(value) if split else [value]
                 if split and value[:1].isspace() and fields[-1]:
                     fields.append("")
                 fields[-1] += pieces[0] if pieces else ""
@@ -87,7 +88,9 @@ class ShellExpansion:
 
     def _split(self, value: str) -> list[str]:
         signs = self.variables.get("IFS", " \t\n")
-        return value.split() if signs.isspace() else re.split(f"[{re.escape(signs)}]", value) if signs else [value]
+        if signs.isspace():
+            return _WORDS.findall(value)
+        return re.split(f"[{re.escape(signs)}]", value) if signs and MARK not in value else [value]
 
     def _default(self, text: str, i: int) -> str | None:
         """Returns the quoted default of `${NAME:-"two words"}`, if it is used: its quotes keep it from being split."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 
 from lockstep.compat.command_grammar import is_dotted
 from lockstep.compat.key_table import KeyRow, load_tables, row_of, table_rows
@@ -31,7 +32,7 @@ class KnownWords:
     """Words whose values the conversion needs."""
 
 
-def known_words(peer: str, program: str, words: Sequence[Word]) -> KnownWords:
+def known_words(peer: str, program: str, words: Sequence[Word], script: str = "SCRIPT") -> KnownWords:
     """Removes or names the unset values that are not needed, and collects those that are."""
     known = KnownWords()
     dotted = peer == "openrlhf" and is_dotted([word.text for word in words])
@@ -49,7 +50,10 @@ def known_words(peer: str, program: str, words: Sequence[Word]) -> KnownWords:
             known.words.append(word)
         elif row.key not in _UNREAD and row.to and set(row.to) <= _NAMES:
             known.words.append(Word(re.sub(f"{MARK}([^{MARK}]*){MARK}", _plain, word.text), word.line))
-            known.remarks.append(f"line {word.line}: {names} is not set; the name of the variable is used in {key}")
+            known.remarks.append(
+                f"line {word.line}: {names} is not set; the name of the variable is used in {key}"
+                + _setter(word.unknown, script)
+            )
         else:
             known.remarks.append(f"line {word.line}: {names} is not set; {key} is left out, because it is not needed")
             if flag:
@@ -57,7 +61,7 @@ def known_words(peer: str, program: str, words: Sequence[Word]) -> KnownWords:
     return known
 
 
-def missing_problem(missing: Sequence[Word], computed: dict[str, str]) -> Problem:
+def missing_problem(missing: Sequence[Word], computed: dict[str, str], script: str = "SCRIPT") -> Problem:
     """Returns one problem for all values that are missing, with one command that sets them."""
     names = list(dict.fromkeys(name for word in missing for name in word.unknown))
     shown = [f"{name} = {computed[name]}" if name in computed else name for name in names]
@@ -71,15 +75,24 @@ def missing_problem(missing: Sequence[Word], computed: dict[str, str]) -> Proble
         why = f"the value of {unsettable[0]} is known only when the script runs"
         if len(names) > 1:
             why += f"; also not set: {', '.join(name for name in names if name != unsettable[0])}"
+    command = _command(names, script)
+    remedy = f"set {'it' if len(names) == 1 else 'all of them'}: {command}"
+    if unsettable:
+        remedy = "write the value into the script" + (f"; {remedy}" if command else "")
+    return Problem(places[0], why, remedy, code="unresolved-reference")
+
+
+def _command(names: Sequence[str], script: str) -> str:
+    """Returns the command that sets variables and arguments of the script, or an empty text if it can set none."""
     numbers = [int(name) for name in names if name.isdigit()]
     arguments = [f"ARGUMENT{number}" for number in range(1, max(numbers, default=0) + 1)]
     settable = [f"{name}=VALUE" for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)]
-    remedy = f"set {'it' if len(names) == 1 else 'all of them'}: " + " ".join(
-        ["lockstep migrate SCRIPT", *arguments, *settable]
-    )
-    if unsettable:
-        remedy = "write the value into the script" + (f"; {remedy}" if arguments or settable else "")
-    return Problem(places[0], why, remedy, code="unresolved-reference")
+    return " ".join(["lockstep migrate", quote(script), *arguments, *settable]) if arguments or settable else ""
+
+
+def _setter(names: Sequence[str], script: str) -> str:
+    command = _command(list(dict.fromkeys(names)), script)
+    return f" (set it: {command})" if command else ""
 
 
 def _plain(mark: re.Match[str]) -> str:

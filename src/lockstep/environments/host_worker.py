@@ -96,7 +96,11 @@ def load_object(environment: str, kind: str) -> tuple[Callable[..., Any], str]:
     created = getattr(module, name, None)
     if not callable(created):
         fits = inspect.isclass if kind == "class" else inspect.isfunction
-        names = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
+        names = [
+            key
+            for key, value in vars(module).items()
+            if fits(value) and not key.startswith("_") and value.__module__ == module.__name__
+        ]
         remedy = f"those of the file are: {', '.join(names) or 'none'}"
         raise Unloadable(f"has no {kind} {name}", remedy, code="invalid-function")
     return created, file
@@ -319,4 +323,7 @@ def _raised(error: BaseException, method: str, file: str) -> dict[str, Any]:
         problem = error.problems[0]
         why = problem.why if problem.where.startswith("rollout.") else f"{problem.where}: {problem.why}"
         return {"raised": why, "code": problem.code, "remedy": problem.remedy}
-    return {"raised": f"{method} raised {describe_error(error, file)}"}
+    raised = {"raised": f"{method} raised {describe_error(error, file)}"}
+    if method == "__init__" and isinstance(error, TypeError):
+        raised["remedy"] = "write a class whose __init__ takes the keys of rollout.environment_args, and no others"
+    return raised

@@ -57,6 +57,10 @@ class FunctionTool:
         from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
         name = getattr(function, "__name__", type(function).__name__)
+        if inspect.isclass(function):
+            raise Refusal.at(
+                where, f"{function.__name__} is a class, not a function", _EXAMPLE, code="invalid-function"
+            )
         _refuse_signature(function, name, where)
         try:
             schema = get_json_schema(function)

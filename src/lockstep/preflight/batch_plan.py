@@ -238,7 +238,8 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
                 "rollout.max_tokens",
                 f"a response of {longest} tokens leaves {room} tokens of {name} ({bounds[name]}) for the prompt"
                 + (f", and data.max_prompt_tokens is {wanted}" if wanted else ""),
-                "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
+                (f"set data.max_prompt_tokens to {room} or less, or lower it" if wanted and room > 0 else "lower it")
+                + (", or raise batch.tokens" if name == "batch.tokens" else ""),
                 code="over-context",
             )
     return wanted or min(rooms.values(), default=UNLIMITED)

@@ -33,7 +33,12 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _routing_problems(recipe)
     yield from _reward_problems(recipe)
     if algorithm.overlong.buffer > recipe.rollout.max_tokens:
-        yield Problem("algorithm.overlong.buffer", "exceeds rollout.max_tokens", code="out-of-range")
+        yield Problem(
+            "algorithm.overlong.buffer",
+            f"is {algorithm.overlong.buffer}, which exceeds rollout.max_tokens={recipe.rollout.max_tokens}",
+            "set it to fewer tokens than rollout.max_tokens, or raise rollout.max_tokens",
+            code="out-of-range",
+        )
     yield from _critic_problems(recipe)
 
 

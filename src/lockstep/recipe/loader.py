@@ -39,7 +39,7 @@ from lockstep.recipe.renamed_keys import (
     with_current_names,
 )
 from lockstep.recipe.schema import Recipe
-from lockstep.recipe.section import invalid_reason
+from lockstep.recipe.section import FUNCTION_PATH, invalid_reason
 
 
 class _Loader(yaml.SafeLoader):
@@ -324,8 +324,15 @@ def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
             return None, problems
         # A key that was removed because it is invalid must not also be reported as missing.
         reported = {problem.where for problem in problems}
-        return None, problems + [new for new in combination_problems(partial) if new.where not in reported]
+        found = [new for new in combination_problems(partial) if new.where not in reported]
+        return None, problems + [new for new in found if not _needs_one_of(new, reported)]
     return recipe, list(combination_problems(recipe))
+
+
+def _needs_one_of(problem: Problem, removed: set[str]) -> bool:
+    """Returns whether a key lacks another key only because the value of that key was invalid and is removed."""
+    keys = {re.sub(r"\.\d+$", "", key) for key in removed}
+    return problem.code == "needs-key" and any(re.search(rf"\b{re.escape(key)}\b", problem.remedy) for key in keys)
 
 
 def _first_of_each_key(problems: list[Problem]) -> list[Problem]:
@@ -356,6 +363,8 @@ def _problem(error: Any) -> Problem:
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         near = difflib.get_close_matches(error["input"], choices, n=1)
         remedy = f"did you mean {near[0]}?" if near else ""  # the reason lists the choices
+        if error["input"].endswith(".py") and FUNCTION_PATH in error["ctx"]["expected"]:
+            remedy = f"write {error['input']}:NAME, with the name of a class or function of the file"
     if error["type"] == "string_type" and isinstance(error["input"], bool):
         remedy = "YAML reads yes, no, on and off as true and false: quote the word"
     return Problem(key, f"{reason} (given: {error['input']!r})", remedy, code="invalid-value")

@@ -482,8 +482,21 @@ COMMON = [
     ),
     WarningSign(
         "cut",
-        lambda metrics: metrics.get("response_length/clip_ratio", 0.0) > 0.5,
+        lambda metrics: metrics.get("response_length/clip_ratio", 0.0) > 0.5 and "environment/turns" not in metrics,
         "over half of the responses reach rollout.max_tokens and are cut off. Usually the model does not end its "
         "answers (check the template's end token), or the limit is too low",
+    ),
+    WarningSign(
+        "limited",
+        lambda metrics: metrics.get("response_length/clip_ratio", 0.0) > 0.5 and "environment/turns" in metrics,
+        "a limit ends over half of the trajectories: the metrics environment/stop/* say which (max_turns: "
+        "rollout.max_turns; max_tokens: rollout.turn_tokens or rollout.max_tokens). Raise this limit, or let the "
+        "environment end earlier",
+    ),
+    WarningSign(
+        "tool errors",
+        lambda metrics: metrics.get("environment/tool_errors", 0.0) > 0.5 * metrics.get("environment/tool_calls", 0.0),
+        "over half of the tool calls fail. Their messages in samples.jsonl say why: a mistake in the tool, or in the "
+        "arguments that the model writes",
     ),
 ]

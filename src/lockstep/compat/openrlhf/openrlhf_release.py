@@ -53,7 +53,8 @@ def find_release(program: str, words: Sequence[str], dotted: bool, version: str 
     lacks = {name: [flag for flag in used if not _has(flag, flags_of_release(program, name))] for name in known}
     best = min(known, key=lambda name: len(lacks[name]), default=_DOTTED if dotted else _FLAT[0])
     if not known or lacks[best]:
-        return best, "no known release has all flags of the command; this one fits best"
+        unknown = ", ".join(f"--{flag}" for flag in lacks.get(best, ()))
+        return best, f"no known release has {unknown or 'the program'}; this one fits best"
     if best == known[0]:
         return best, "it has all flags of the command"
     return best, f"it has all flags of the command; OpenRLHF {known[0]} does not have --{lacks[known[0]][0]}"

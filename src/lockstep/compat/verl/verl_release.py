@@ -242,7 +242,7 @@ def _why(
     known = stored_versions("verl")
     newer = known[known.index(found.release.version) + 1 :]
     if found.refused:
-        return "no known release has all keys of the command; this one fits best"
+        return f"no known release has all keys of the command; this one fits best, without {found.refused[0].key}"
     if not newer:
         return "the newest known release; it has all keys of the command"
     for config in configs:

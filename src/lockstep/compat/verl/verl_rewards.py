@@ -46,6 +46,10 @@ def _overlong(done: Conversion) -> None:
             done.refuse(limit, why, f"set it to {done['data.max_response_length']}")
     used = {key for written in done.recipe.values() for key in written.sources} | done.decided.keys()
     unused = [key for key in done.below("reward_model.reward_kwargs") if key not in used]
+    log = f"{group}.log"
+    if enabled and log in unused:
+        done.ignore("critic/score, which lockstep always logs, contains the penalty", log)
+        unused.remove(log)
     done.ignore("max_response_length is the limit" if enabled else off, *unused)
 
 

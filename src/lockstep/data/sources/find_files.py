@@ -179,7 +179,7 @@ def _missing(given: str, path: Path) -> Refusal:
         if near:
             remedy = f"nearest name in {parent.absolute()}: {near[0]}"
         else:
-            remedy = f"looked in {parent.absolute()}"
+            remedy = f"correct the path: {parent.absolute()} has no {missing.name!r}"
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and format_of(given) is None:
         remedy += f"; for a data set of the hub write hub:{given}"
     return Refusal.at(given, what, remedy, code="no-such-file")

@@ -138,7 +138,7 @@ def replay(
         first,
         steps=[step for result in results for step in result.steps],
         checks=[check for result in results for check in result.checks],
-        remarks=(*remarks, *skipped_steps(source, tape, forced=forced)),
+        remarks=(*remarks, *skipped_steps(source, tape, steps, forced=forced)),
     )
     atomic_write_text(result.folder / RESULT, json.dumps(as_json(result), indent=2) + "\n")
     return result

@@ -356,12 +356,15 @@ def steps_by_part(
     return found or [(parts[0], list(only))]  # the replay reports that no step was recorded
 
 
-def skipped_steps(source: RunFolder, tape: TapeFolder, *, forced: bool) -> list[str]:
-    """Returns a remark about the recorded steps after the first change of the recipe, if this mode does not replay
-    them."""
+def skipped_steps(source: RunFolder, tape: TapeFolder, only: Sequence[int], *, forced: bool) -> list[str]:
+    """Returns a remark about the recorded steps that this mode does not replay: those without recorded weights, or
+    those after the first change of the recipe."""
+    if forced:
+        rest = len(set(tape.steps()) - set(tape.weighed() or [1])) if not only else 0
+        return [f"{rest} more recorded steps have no weights; --mode chained replays them too."] if rest else []
     first, *later = parts_of(source)
     missing = [step for step in tape.steps() if not first.holds(step)]
-    if forced or not later or not missing:
+    if not later or not missing:
         return []
     return [
         f"The run was resumed with another recipe after step {first.last}: {len(missing)} recorded steps from "
