@@ -435,6 +435,63 @@ def grouped_experts(device: str) -> None:
             with_gradients(partial(kernels.gate, gelu=gelu), partial(kernels.plain_gate, gelu=gelu), [rows])
 
 
+def routers(device: str) -> None:
+    """Gates of the chosen experts, and the routers of models that run by the kernel."""
+    from lockstep.kernels.experts.router_triton import gates, plain_gates
+
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for tokens, experts, top_k in ((37, 6, 2), (5, 128, 8), (3, 130, 1), (2, 3, 3)):
+            # Even steps of 1/16 in another order for each token: exact in bf16, and no two are equal.
+            steps = torch.stack([torch.randperm(experts) for _ in range(tokens)]) / 16
+            logits = steps.to(device, dtype)
+            # The normalised gate of one expert is 1, and its gradient is 0 up to rounding.
+            for normalised in (False, True)[: 1 + (top_k > 1)]:
+                kinds = [dtype] if dtype == torch.float32 else [dtype, torch.float32]
+                for kind in kinds:
+                    given = (top_k, normalised, kind)
+                    chosen = gates(logits, *given)[1]
+                    assert torch.equal(chosen, plain_gates(logits, *given)[1])
+                    with_gradients(
+                        lambda x, given=given: gates(x, *given)[0],
+                        lambda x, given=given: plain_gates(x, *given)[0],
+                        [logits],
+                    )
+        equal = torch.zeros(4, 9, device=device, dtype=dtype)
+        assert gates(equal, 3, True, dtype)[1].tolist() == [[0, 1, 2]] * 4
+        broken = torch.full((2, 9), float("nan"), device=device, dtype=dtype)
+        values, chosen = gates(broken, 2, True, dtype)
+        assert values.isnan().all()
+        assert int(chosen.min()) >= 0
+        assert int(chosen.max()) < 9
+        assert gates(equal[:0], 3, True, dtype)[0].shape == (0, 3)
+
+
+def routers_of_models(device: str) -> None:
+    """Which routers run by the kernel, and that the model computes the same with it."""
+    from lockstep.kernels.fused import fuse, replaced
+
+    experts = {**EXPERTS, "num_local_experts": 6}
+    cases = {"Qwen3Moe": (experts, "Qwen3MoeTopKRouter by triton_router"), "DeepseekV3": (LATENTS, "")}
+    cases["Mixtral"] = ({**experts, "intermediate_size": 20}, "MixtralTopKRouter by triton_router")
+    for name, (sizes, line) in cases.items():
+        dtypes = (torch.float32, _half(device)) if name == "Mixtral" else (torch.float32,)
+        for dtype in dtypes:
+            model = _small(name, device, dtype, **{"num_hidden_layers": 1, **sizes, "first_k_dense_replace": 0})
+            plain = copy.deepcopy(model)
+            fuse(model, "flash_varlen")
+            lines = [one for one in replaced(model) if "Router" in one or "router" in one]
+            fp32_gates = " with gates in fp32" if dtype != torch.float32 else ""
+            assert lines == ([line + fp32_gates] if line else []), lines
+            router = model.model.layers[0].mlp.gate
+            states = torch.randn(1, 7, 48).to(device, dtype)
+            ours, theirs = router(states), type(router).forward(plain.model.layers[0].mlp.gate, states)
+            assert [part.dtype for part in ours] == [part.dtype for part in theirs]
+            if line:
+                agree(ours[1], theirs[1])
+                assert torch.equal(ours[2], theirs[2])
+
+
 def generating_models(device: str) -> None:
     """Whose layers are taken, and who is told apart by what it computes."""
     from lockstep.kernels.decode.decode_layers_triton import fused_layers
@@ -702,6 +759,8 @@ CHECKS = {
         hooked,
         others,
         grouped_experts,
+        routers,
+        routers_of_models,
         generating,
         generating_models,
         generating_engine,

@@ -45,6 +45,7 @@ FUSED_NAMES = {
     "triton_swiglu": "MLP",
     "triton_geglu": "MLP",
     "triton_experts": "experts",
+    "triton_router": "router",
     "triton_rotary": "rotary",
     "torch_chunk_gated_delta_rule": "gated delta rule",
     "mamba2_chunk_scan": "Mamba-2",

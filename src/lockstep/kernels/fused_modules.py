@@ -181,6 +181,30 @@ def are_experts(module: nn.Module) -> bool:
     return gate_up.shape == (len(down), 2 * down.shape[2], down.shape[1])
 
 
+def is_router(module: nn.Module) -> bool:
+    """Returns whether the module looks like a router that chooses the `top_k` largest of all experts' probabilities. It
+    has no parameter but its matrix, no groups of experts and no factor of its gates."""
+    weight, count, top_k = (getattr(module, name, None) for name in ("weight", "num_experts", "top_k"))
+    named = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    if not isinstance(weight, torch.Tensor) or not isinstance(top_k, int) or named != ["weight"]:
+        return False
+    if hasattr(module, "routed_scaling_factor"):
+        return False
+    return weight.dim() == 2 and len(weight) == count and list(_inputs(module)) == ["hidden_states"]
+
+
+def gate_dtype(router: nn.Module) -> torch.dtype | None:
+    """Returns the dtype of a router's gates: that of its weights, or fp32 (Mixtral). Returns None for a router whose
+    logits have another dtype than its weights."""
+    weight: Any = router.weight
+    try:
+        with torch.no_grad():
+            logits, gates, _ = own_forward(router, torch.zeros_like(weight[:1]))
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    return gates.dtype if logits.dtype == weight.dtype else None
+
+
 def fused_feed_forwards(model: nn.Module) -> int:
     """Returns the number of MLPs that run as one fused operation with all three projections."""
     return sum(
@@ -194,10 +218,9 @@ def _without_bias(module: nn.Module, name: str) -> bool:
     return type(projection) is nn.Linear and projection.bias is None
 
 
-def own_forward(module: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+def own_forward(module: nn.Module, *inputs: torch.Tensor) -> Any:
     """Calls the forward that the module's class defines, even if a kernel has replaced the forward of this module."""
-    answer: torch.Tensor = type(module).forward(module, *inputs)
-    return answer
+    return type(module).forward(module, *inputs)
 
 
 # The rotary kernel replaces `apply_rotary_pos_emb` of a transformers modelling file, which all models of that file
@@ -359,6 +382,8 @@ class ModuleKernel(NamedTuple):
     """Whether the kernel is for experts, and computes passes without gradients in another way."""
     inputs: int = 1
     """Number of inputs of the module, which have the same shape."""
+    routes: bool = False
+    """Whether the kernel is for routers."""
 
 
 class DeviceKernels(NamedTuple):
@@ -375,13 +400,16 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
     replaced: Counter[str] = Counter()
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
-            same = _same_experts if kernel.generates else _same_module
-            if kernel.looks(module) and same(module, kernel, kernels.trial):
+            if kernel.looks(module) and _trial_of(kernel)(module, kernel, kernels.trial):
                 module.forward = KernelForward(kernel.forward, module)
                 replaced[f"{type(module).__name__} by {kernel.name}"] += 1
     for source in plug_rotary(model, kernels.rotary, kernels.trial):
         replaced[f"{FUNCTION} of {source} by {kernels.rotary.name}"] += 1
     return [f"{count} x {what}" if count > 1 else what for what, count in sorted(replaced.items())]
+
+
+def _trial_of(kernel: ModuleKernel) -> Callable[[nn.Module, ModuleKernel, KernelTrial], bool]:
+    return _same_experts if kernel.generates else _same_router if kernel.routes else _same_module
 
 
 class KernelForward:
@@ -484,3 +512,36 @@ def _same_experts(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool
     finally:
         if adapters is not None:
             vars(module)[ADAPTERS] = adapters
+
+
+def _same_router(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool:
+    """Returns whether the kernel's forward matches the module's, and with `trial.gradients` the backward too. Only
+    tokens without two equal probabilities are compared: of equal ones, a kernel may choose another."""
+    weight, count = module.weight, module.num_experts
+    # Logits of about 1, however small the weights are, and routers whose weights are still 0.
+    x = drawn(TOKENS, weight.shape[1], like=weight)
+    with torch.no_grad():
+        size = float(own_forward(module, x)[0].float().abs().mean())
+        x = x / size if size > 0 else x
+        probs_TE = own_forward(module, x)[0].float().softmax(-1).sort(-1).values
+    apart_T1 = ((probs_TE.diff(dim=-1).amin(-1) > 0) | (count == 1))[:, None].to(weight.dtype)
+    upstream, beside = drawn(TOKENS, count, like=weight, seed=1), drawn(TOKENS, count, like=weight, seed=2)
+
+    def outputs(call: Callable[..., Any]) -> Answers:
+        states = x.clone().requires_grad_(trial.gradients)
+        logits_TE, gates_TK, chosen_TK = call(module, states)
+        dense_TE = torch.zeros_like(logits_TE, dtype=gates_TK.dtype).scatter(1, chosen_TK, gates_TK) * apart_T1
+        found = [logits_TE.detach(), dense_TE.detach()]
+        if trial.gradients:
+            loss = (dense_TE * upstream).sum() + (logits_TE * beside * apart_T1).sum()
+            found += torch.autograd.grad(loss, states)
+        return found
+
+    training = module.training
+    module.eval()
+    try:
+        return trial.alike(
+            type(module).__name__, kernel.name, lambda: outputs(own_forward), lambda: outputs(kernel.forward)
+        )
+    finally:
+        module.train(training)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import subprocess
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from triton.errors import TritonError
 
 from lockstep.kernels.decode.experts_triton import experts, experts_fit
 from lockstep.kernels.experts.grouped_experts import ADAPTERS, Moves, grouped_experts, has_experts_elsewhere
 from lockstep.kernels.experts.grouped_experts_triton import gate, to_experts, to_tokens
+from lockstep.kernels.experts.router_triton import gates, router_fits
 from lockstep.kernels.fused_modules import (
     GELU_TANH,
     PROJECTIONS,
@@ -23,10 +25,12 @@ from lockstep.kernels.fused_modules import (
     adds_one,
     are_experts,
     epsilon_of,
+    gate_dtype,
     gates_first,
     is_gated_norm,
     is_gelu_gated,
     is_rms_norm,
+    is_router,
     is_silu_gated,
     norm_groups,
 )
@@ -76,6 +80,22 @@ def _experts(self: Any, *args: Any, **more: Any) -> torch.Tensor:
     if not adapted and experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
         return experts(*args, self.gate_up_proj, self.down_proj, gelu=gelu)
     return grouped_experts(self, *args, moves=Moves(to_experts, to_tokens, partial(gate, gelu=gelu)))
+
+
+def _router(self: Any, *args: Any, dtype: torch.dtype | None = None, **more: Any) -> Any:
+    weight = self.weight
+    if len(args) != 1 or more or not runs_on(args[0]) or torch.is_autocast_enabled(args[0].device.type):
+        return type(self).forward(self, *args, **more)
+    logits = functional.linear(args[0].reshape(-1, weight.shape[1]), weight)
+    normalised = getattr(self, "norm_topk_prob", True)
+    return logits, *gates(logits, self.top_k, normalised, dtype or logits.dtype)
+
+
+def _is_router(module: nn.Module, in_fp32: bool) -> bool:
+    if not is_router(module) or not router_fits(cast(Any, module)):
+        return False
+    dtype, weight = gate_dtype(module), cast(torch.Tensor, module.weight)
+    return dtype == torch.float32 != weight.dtype if in_fp32 else dtype == weight.dtype
 
 
 def _bare(module: nn.Module, x: torch.Tensor) -> bool:
@@ -128,6 +148,13 @@ KERNELS = DeviceKernels(
         ModuleKernel("triton_swiglu", is_silu_gated, _gated),
         ModuleKernel("triton_geglu", is_gelu_gated, partial(_gated, gelu=True)),
         ModuleKernel("triton_experts", are_experts, _experts, generates=True),
+        ModuleKernel("triton_router", partial(_is_router, in_fp32=False), _router, routes=True),
+        ModuleKernel(
+            "triton_router with gates in fp32",
+            partial(_is_router, in_fp32=True),
+            partial(_router, dtype=torch.float32),
+            routes=True,
+        ),
     ),
     rotary=RotaryKernel("triton_rotary", _rotate, _rotary_fits, marks=lambda embedding: True, only_tried=False),
     # These Triton kernels round at the same points as the transformers modules, but sum in a different order. Launch

@@ -72,9 +72,11 @@ def grouped_experts(
     given: Callable[[], Adapters] | None = vars(module).get(ADAPTERS)
     adapters = {} if given is None else given()
     count, chosen = module.num_experts, chosen_TK.shape[1]
-    ids_P, order_P = torch.sort(chosen_TK.reshape(-1), stable=True)
+    # A device sorts by the bits of the type, so numbers of one byte take an eighth of the time of int64.
+    ids_P, order_P = torch.sort(chosen_TK.reshape(-1).clamp(max=count).to(_index_type(count)), stable=True)
     place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
-    ends_E = expert_counts(ids_P, count).cumsum(0).to(torch.int32)
+    experts_E = torch.arange(count, device=ids_P.device, dtype=ids_P.dtype)
+    ends_E = torch.searchsorted(ids_P, experts_E, right=True, out_int32=True)
     elsewhere = (ids_P >= count)[:, None] if has_experts_elsewhere(module) else None
     ids_P = ids_P.clamp(max=count - 1)
 
@@ -84,7 +86,7 @@ def grouped_experts(
         out_PO = grouped_linear(x_PI, weight, ends_E)
         for one in adapters.get(name, ()):
             out_PO = out_PO + low_rank(x_PI, one, ends_E)
-        out_PO = out_PO if bias is None else out_PO + bias[ids_P]
+        out_PO = out_PO if bias is None else out_PO + bias[ids_P.long()]
         # The grouped product does not write the rows of other ranks' experts.
         return out_PO if elsewhere is None else out_PO.masked_fill(elsewhere, 0)
 
@@ -101,6 +103,11 @@ def grouped_experts(
     if shares_TK is None:
         return moves.to_experts(out_PW, place_P, order_P, 1)
     return moves.to_tokens(out_PW, shares_TK, order_P, place_P).to(states_TW.dtype)
+
+
+def _index_type(count: int) -> torch.dtype:
+    """Returns the smallest type of the numbers 0 to `count`; `count` stands for the experts of other ranks."""
+    return torch.uint8 if count < 256 else torch.int16 if count < 2**15 else torch.int64
 
 
 def expert_counts(ids_P: torch.Tensor, count: int) -> torch.Tensor:
