@@ -75,8 +75,8 @@ def awq(shape: torch.Size, g: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     return parts, (s.float()[block] * (q - z[block]).float()).T
 
 
-def fp8(rows: int, columns: int) -> Packer:
-    """Codes times `weight_scale_inv` of their block."""
+def fp8(rows: int, columns: int, name: str = "weight_scale_inv") -> Packer:
+    """Codes times the scale of their block."""
 
     def pack(shape: torch.Size, g: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         codes = (torch.randn(shape, generator=g) * 40).to(torch.float8_e4m3fn)
@@ -86,7 +86,7 @@ def fp8(rows: int, columns: int) -> Packer:
         for i in range(shape[0]):
             for j in range(grid[1]):
                 values[i, j * columns : (j + 1) * columns] *= s[i // rows, j]
-        return {"weight": codes, "weight_scale_inv": s}, values
+        return {"weight": codes, name: s}, values
 
     return pack
 
@@ -97,8 +97,9 @@ def compressed_words(bits: int, group: int, zeros: bool) -> Packer:
     def pack(shape: torch.Size, g: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         (out, columns), half = shape, 2 ** (bits - 1)
         size = group or columns
-        q, z = drawn(-half, half, out, columns, g=g), drawn(-half, half, out, columns // size, g=g)
-        s = scales(out, columns // size, g=g, dtype=torch.bfloat16)
+        groups = -(-columns // size)  # the last one may be smaller
+        q, z = drawn(-half, half, out, columns, g=g), drawn(-half, half, out, groups, g=g)
+        s = scales(out, groups, g=g, dtype=torch.bfloat16)
         parts = {"weight_packed": words(q + half, bits), "weight_scale": s, "weight_shape": torch.tensor(shape)}
         if zeros:
             parts["weight_zero_point"] = words((z + half).T, bits).T.contiguous()
@@ -129,6 +130,16 @@ def bitsandbytes_8bit(shape: torch.Size, g: torch.Generator) -> tuple[Tensors, t
     return parts, (codes.double() * absmax.double()[:, None] / 127).float()
 
 
+def compressed(format: str, **weights: object) -> dict[str, Any]:
+    """The settings of compressed-tensors: one group for all linear layers, and one for a layer that is not there."""
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": weights},
+        "group_1": {"targets": ["re:.*lm_head"], "weights": {**weights, "group_size": 8}},
+    }
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
+PACKED, FLOATS = "pack-quantized", "float-quantized"
 # The settings in config.json, and how a weight is packed.
 CASES: dict[str, tuple[dict[str, Any], Packer]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq(4, 32, "gptq", False)),
@@ -144,11 +155,14 @@ CASES: dict[str, tuple[dict[str, Any], Packer]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8(128, 128)),
     "fp8-even": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, fp8(32, 32)),
     "fp8-small": ({"quant_method": "fp8", "weight_block_size": [48, 24]}, fp8(48, 24)),
-    "int4": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, compressed_words(4, 32, False)),
-    "int4-zeros": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, compressed_words(4, 64, True)),
-    "int8-packed": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, compressed_words(8, 0, False)),
+    "int4": (compressed(PACKED, strategy="group", group_size=32), compressed_words(4, 32, False)),
+    "int4-zeros": (compressed(PACKED, strategy="group", group_size=64), compressed_words(4, 64, True)),
+    # 3 groups of 128 columns: 48, 48 and 32.
+    "int4-uneven": (compressed(PACKED, strategy="group", group_size=48), compressed_words(4, 48, False)),
+    "int8-packed": (compressed(PACKED, strategy="channel", group_size=None), compressed_words(8, 0, False)),
     "int8": ({"quant_method": "compressed-tensors", "format": "int-quantized"}, compressed_rows("int8")),
-    "fp8-tensor": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, compressed_rows("fp8")),
+    "fp8-tensor": ({"quant_method": "compressed-tensors", "format": FLOATS}, compressed_rows("fp8")),
+    "fp8-blocks": (compressed(FLOATS, strategy="block", block_structure=[48, 96]), fp8(48, 96, "weight_scale")),
     "bitsandbytes-8bit": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_8bit),
 }
 

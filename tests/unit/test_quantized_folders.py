@@ -298,6 +298,27 @@ def test_what_cannot_be_read_is_refused(case: str, tiny_folder: Path, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("case", "key"), [("int4", "config_groups"), ("fp8-even", "weight_block_size")])
+def test_blocks_of_unknown_size_are_refused(case: str, key: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """The number of scales does not tell the size of a block."""
+    write_folder(case, tiny_folder, tmp_path / "model")
+    settings = {name: value for name, value in CASES[case][0].items() if name != key}
+    set_quantization(tmp_path / "model", settings)
+    with pytest.raises(Refusal, match=r"config\.json does not say"):
+        dequantize_folder(tmp_path / "model", tmp_path / "out")
+
+
+def test_a_group_that_names_the_layer_comes_first(tiny_folder: Path, tmp_path: Path) -> None:
+    wanted = write_folder("int4", tiny_folder, tmp_path / "model")
+    (group,) = (one for one in CASES["int4"][0]["config_groups"].values() if one["targets"] == ["Linear"])
+    others = {"targets": ["Linear"], "weights": {"group_size": 16}}
+    for target in (r"re:model\.layers\..*_proj", "down_proj"):
+        groups = {"a": others, "b": {**group, "targets": [target]}}
+        set_quantization(tmp_path / "model", {**CASES["int4"][0], "config_groups": groups})
+        stored, _ = opened(tmp_path / "model", "model")
+        assert torch.equal(stored[PROJECTION], wanted[PROJECTION])
+
+
 def test_three_bits_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     write_folder("gptq", tiny_folder, tmp_path / "model")
     parts = {"qweight": torch.zeros(12, 8, dtype=torch.int32), "g_idx": torch.zeros(128, dtype=torch.int32)}

@@ -31,12 +31,9 @@ def integers(
     codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor | None = None, block: int = 0
 ) -> Quantized | Tensor:
     """(codes - zeros) * scales for codes [out, in], and zeros and scales [out, blocks of a row]. `groups` has the block
-    of each column. Without it, a block has `block` columns, or every block the same number."""
+    of each column. Without it, a block has `block` columns; 0 is a block for all columns."""
     columns, scales = codes.shape[-1], scales.float()
-    if groups is not None:
-        block = int((groups == groups[0]).sum())
-    elif not block:
-        block = columns // scales.shape[-1]
+    block = sharing(columns, scales.shape[-1], block) if groups is None else int((groups == groups[0]).sum())
     in_order = torch.arange(columns, device=codes.device) // block
     place = in_order if groups is None else groups.long()
     if int(place.max()) >= scales.shape[-1] or int(place.min()) < 0 or len(scales) != len(codes):
@@ -71,20 +68,33 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, block: int) -> Quantize
 
 def floats(codes: Tensor, scales: Tensor, block: Sequence[int] | None = None) -> Quantized | Tensor:
     """float8 codes [..., out, in] times scales: one for the tensor, one per row, or one per block of `block` rows and
-    columns."""
+    columns, of which the last ones may be smaller."""
     rows, columns = codes.shape[-2:]
     scales = exponents(scales) if scales.dtype == torch.uint8 else scales.float()
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(rows, 1)
     if scales.dim() == 1:
         scales = scales[:, None]
-    high, wide = block or (-(-rows // scales.shape[-2]), -(-columns // scales.shape[-1]))
+    (high, wide), grid = block or (0, 0), scales.shape[-2:]
+    high, wide = sharing(rows, grid[0], high), sharing(columns, grid[1], wide)
     scales = scales.repeat_interleave(high, -2)[..., :rows, :]
     if codes.dtype == torch.float8_e4m3fn:
         size = 0 if scales.shape[-1] == 1 else wide
         scales = scales.expand(*codes.shape[:-1], scales.shape[-1]).contiguous()
         return Quantized("fp8", codes.contiguous(), scales, tuple(codes.shape), size)
     return codes.float() * scales.repeat_interleave(wide, -1)[..., :columns]
+
+
+def sharing(size: int, scales: int, block: int) -> int:
+    """Returns how many of `size` rows or columns share a scale. The number of scales alone does not tell: 2 scales of
+    72 columns may stand for blocks of 36 or of 48."""
+    if scales in (1, size):
+        return size // scales
+    if not block:
+        raise ValueError(f"config.json does not say how many of {size} rows or columns share one of {scales} scales")
+    if -(-size // block) != scales:
+        raise ValueError(f"{size} rows or columns in blocks of {block} do not have {scales} scales")
+    return block
 
 
 def exponents(codes: Tensor) -> Tensor:

@@ -290,7 +290,8 @@ def _compressed(files: _RawFiles, settings: MethodSettings) -> dict[str, PackedW
         bits = next((bits for bits in (2, 4, 8) if ceil(shape[-1] * bits / 32) == words[-1]), 0)
         if kind != torch.int32 or not bits or len(shape) != 2:
             files.refuse(f"its weight {base} is packed in {kind}, and lockstep reads integers of 2, 4 and 8 bits")
-        found[f"{base}.weight"] = PackedWeight(parts, shape, partial(_decode_words, bits=bits, shape=shape))
+        decode = partial(_decode_words, bits=bits, shape=shape, block=_weight_block(settings, base)[1])
+        found[f"{base}.weight"] = PackedWeight(parts, shape, decode)
     for base in files.ending(".weight_scale"):
         if f"{base}.weight_packed" in files.places:
             continue
@@ -298,11 +299,35 @@ def _compressed(files: _RawFiles, settings: MethodSettings) -> dict[str, PackedW
         kind = files.dtype(parts["codes"])
         if kind not in (torch.int8, *_FP8):
             files.refuse(f"its weight {base} has the type {kind}, and lockstep reads int8 and fp8")
-        found[f"{base}.weight"] = PackedWeight(parts, files.shape(parts["codes"]), _decode_naive)
+        decode = partial(_decode_naive, block=_weight_block(settings, base))
+        found[f"{base}.weight"] = PackedWeight(parts, files.shape(parts["codes"]), decode)
     return found
 
 
-def _decode_words(parts: StoredParts, dtype: torch.dtype, *, bits: int, shape: torch.Size) -> Quantized | torch.Tensor:
+def _weight_block(settings: MethodSettings, base: str) -> tuple[int, int]:
+    """Returns how many rows and columns of a weight share a scale, 0 where the settings do not say it. As in
+    compressed-tensors, a group that names the layer comes before a group that names its class."""
+    groups = (settings.get("config_groups") or {}).values()
+    named = [group for group in groups if any(_names(target, base) for target in group.get("targets") or ())]
+    for group in [*named, *groups]:
+        weights = group.get("weights") or {}
+        block, columns = weights.get("block_structure"), int(weights.get("group_size") or 0)
+        if isinstance(block, str):
+            block = [int(size) for size in block.lower().split("x")]
+        return (int(block[0]), int(block[1])) if block else (1, max(0, columns))
+    return 0, 0
+
+
+def _names(target: str, base: str) -> bool:
+    """Whether a target of compressed-tensors is the name of a layer: a name, or a regular expression after `re:`."""
+    if target.startswith("re:"):
+        return re.match(target[3:], base) is not None
+    return base == target or base.endswith(f".{target}")
+
+
+def _decode_words(
+    parts: StoredParts, dtype: torch.dtype, *, bits: int, shape: torch.Size, block: int
+) -> Quantized | torch.Tensor:
     """Signed integers, to which the packing adds half their range. Zero points are packed along the outputs."""
     rows, columns = shape
     half = 2 ** (bits - 1)
@@ -310,16 +335,16 @@ def _decode_words(parts: StoredParts, dtype: torch.dtype, *, bits: int, shape: t
     zeros = parts.get("zeros")
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = packed.unpacked(zeros.T.contiguous(), bits)[:, :rows].T - half
-    return packed.integers(codes, zeros, _by_row(parts["scales"], rows), parts.get("groups"))
+    return packed.integers(codes, zeros, _by_row(parts["scales"], rows), parts.get("groups"), block)
 
 
-def _decode_naive(parts: StoredParts, dtype: torch.dtype) -> Quantized | torch.Tensor:
+def _decode_naive(parts: StoredParts, dtype: torch.dtype, *, block: tuple[int, int]) -> Quantized | torch.Tensor:
     codes, scales, zeros = parts["codes"], parts["scales"], parts.get("zeros")
     rows = codes.shape[0]
     if codes.dtype == torch.int8:
         zeros = None if zeros is None else _by_row(zeros, rows)
-        return packed.integers(codes, zeros, _by_row(scales, rows), parts.get("groups"))
-    return packed.floats(codes, scales)
+        return packed.integers(codes, zeros, _by_row(scales, rows), parts.get("groups"), block[1])
+    return packed.floats(codes, scales, block)
 
 
 def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
