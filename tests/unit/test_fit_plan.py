@@ -7,6 +7,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from small_models import write_model
+from transformers import Qwen3MoeConfig
 
 from conftest import run, write_online_recipe, write_sft_recipe
 from lockstep.commands.fit import show_fit
@@ -129,6 +131,23 @@ def test_offline_methods_have_settings(method: str, folder: Path, tmp_path: Path
 )
 def test_online_methods_have_settings(words: list[str], folder: Path, tmp_path: Path) -> None:
     checked_settings(write_online_recipe(tmp_path, folder), [*BF16, *words])
+
+
+def test_quantised_experts_get_no_adapter(tmp_path: Path, tiny_folder: Path) -> None:
+    """`plan` refuses what `train` refuses, and --fit adapts the attention of a model whose experts it quantises."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    model = write_model(tmp_path / "moe", Qwen3MoeConfig(**sizes, **heads), tiny_folder)
+    file = write_sft_recipe(tmp_path, model)
+    quantised = [*BF16, "model.lora.rank=4", "model.quantize=nf4"]
+    outlook, _ = opened(file, BF16)
+    with refuses("model.lora.targets", "unfit-adapter", "experts", remedy="[k_proj,o_proj,q_proj,v_proj]"):
+        count_parameters(load_recipe(str(file), quantised), outlook.models.config)
+    excluded = [*quantised, "model.quantize_exclude=[experts]"]
+    assert count_parameters(load_recipe(str(file), excluded), outlook.models.config).trained
+    found = [one.words for one in checked_settings(file, BF16) if "model.quantize=nf4" in one.words]
+    assert found
+    assert all("model.lora.targets=[q_proj, k_proj, v_proj, o_proj]" in words for words in found)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from transformers import Qwen2Config
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.kernels.quantized.fp8_linear import Fp8Forward, _LastInput, fp8_codes, fp8_linear, power_scale
+from lockstep.model.export_check import probe_of
 from lockstep.model.load import load_policy
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import with_method_defaults
@@ -169,6 +170,17 @@ def test_policy_and_engine_compute_in_fp8_and_the_reference_does_not(folder: Pat
     # Engine and trainer have the same formula. Where an activation is halfway between two codes, sums decide.
     assert (engine - low).abs().median() < 1e-3
     assert (engine - full).abs().median() > 1e-2
+
+
+def test_an_export_is_compared_with_the_model_without_fp8(folder: Path) -> None:
+    """Plain transformers computes no fp8 matmuls."""
+    policies = [
+        load_policy(Model(path=str(folder), **keys), torch.device("cpu"), "sdpa", 0)
+        for keys in ({"matmul": "fp8", "matmul_exclude_ends": 0}, {})
+    ]
+    fp8, plain = (probe_of(policy, torch.device("cpu")) for policy in policies)
+    assert fp8 == plain
+    assert any(isinstance(vars(one).get("forward"), Fp8Forward) for one in policies[0].modules())
 
 
 def test_layers_at_both_ends_keep_their_matmuls(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> None:

@@ -403,6 +403,8 @@ def test_adapters_of_quantised_weights(folder: Path, tmp_path: Path, format: Any
         assert export_model(settings, weights, tmp_path / f"{adapter}", adapter=adapter, **how).done
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "False")(input_ids=IDS).logits
     torch.testing.assert_close(merged, outputs(policy), rtol=1e-4, atol=1e-4)
+    continued = settings_of(folder, adapter=str(tmp_path / "True")).model_copy(update={"quantize": format})
+    assert torch.equal(outputs(load_policy(continued, CPU, "sdpa", 0)), outputs(policy))
     again = load_policy(settings, CPU, "sdpa", 7)
     restore_weights(again.stored, weights, "test")
     assert torch.equal(outputs(again), outputs(policy))

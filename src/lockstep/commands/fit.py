@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 
 from rich.table import Table
@@ -19,6 +20,7 @@ LABELS = {
     "full": "all weights are trained",
     "lora": "an adapter of this rank is trained",
     "optim. host": "the optimizer state stays in host memory",
+    "attention": "an adapter of the attention alone, because quantised experts get none",
     "ckpt": "gradient checkpointing",
     "ckpt host": "gradient checkpointing, the inputs of the layers stay in host memory",
     "tiles": "feed-forwards run in tiles",
@@ -49,7 +51,7 @@ def show_fit(
     console.say("To use a setting, add its arguments to `lockstep train RECIPE`:")
     for number, setting in enumerate(settings, 1):
         # Arguments are not broken into lines, so that they can be copied.
-        screen.print(f"{number}: {' '.join(setting.words) or '(the recipe as it is)'}", soft_wrap=True)
+        screen.print(f"{number}: {shlex.join(setting.words) or '(the recipe as it is)'}", soft_wrap=True)
     console.say(_remark(target))
     return settings
 

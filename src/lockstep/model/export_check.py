@@ -18,6 +18,7 @@ import torch
 
 from lockstep.device.cpu import host_memory
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
+from lockstep.kernels.quantized.fp8_linear import without_fp8
 from lockstep.model.check import RUN_ERRORS, packed_row, plain_logprobs, reference_logprobs, tokens
 from lockstep.model.decoder import own_attention
 from lockstep.model.heads import ValueModel
@@ -69,7 +70,8 @@ def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any
         # the value at the last token of the row needs a next token.
         longer = rows if isinstance(module, Policy) else [[*ids, ids[0]] for ids in rows]
         line = packed_row(longer, device)
-        found = plain_logprobs(module, line) if isinstance(module, Policy) else module(line)
+        with without_fp8(module):
+            found = plain_logprobs(module, line) if isinstance(module, Policy) else module(line)
     finally:
         module.train(training)
     values = found.float().cpu()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +20,7 @@ from lockstep.model.adapters.active import FIRST, TRAINED, add_start, lora_layer
 from lockstep.model.adapters.lora_init import ReadWeight, add_initial, norms_later, own_weight, start_from_weights
 from lockstep.model.adapters.peft_folder import adapter_weights
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.quantized.quantize import adapted_stacks, is_coded
+from lockstep.model.quantized.quantize import adapted_stacks, coded_parts, is_coded
 from lockstep.model.streamed import META, adapters_on_host
 from lockstep.model.towers.vision_model import tower_parts
 from lockstep.recipe.keys_lora import Lora, layer_indices
@@ -127,7 +128,9 @@ def put_adapter(model: Any, settings: Lora, new: NewAdapter, task: str | None, s
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(parameter, []).append(name)
     # The random state is forked and seeded, so that the initial adapter does not depend on earlier random numbers.
-    with torch.random.fork_rng(devices=[]), adapters_on_host(), norms_later():
+    with torch.random.fork_rng(devices=[]), adapters_on_host(), norms_later(), warnings.catch_warnings():
+        # PEFT looks for the patterns that it makes for stacked experts among the modules, and then uses them.
+        warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match", RuntimeWarning)
         torch.default_generator.manual_seed(new.seed)  # only the CPU generator is forked, so only it may be seeded
         try:
             if task is None:
@@ -138,7 +141,7 @@ def put_adapter(model: Any, settings: Lora, new: NewAdapter, task: str | None, s
             raise Refusal(_refused(str(error), settings, modules)) from error
         # transformers stores all experts of a layer in one parameter. If a target names single experts, PEFT adapts
         # this parameter instead, so the target matches no module.
-        refuse_all(list(adapted_stacks(model, config.target_parameters or ())))
+        refuse_all(list(adapted_stacks(coded_parts(model), config.target_parameters or ())))
         replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
         refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
         refuse_all(list(_experts_elsewhere(model, settings))[:1])

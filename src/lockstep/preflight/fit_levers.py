@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lockstep.model.router import experts_of_token
 from lockstep.preflight.cluster import TargetCluster
 from lockstep.preflight.cluster_plan import Outlook
 from lockstep.recipe.method_checks import reference_kind
@@ -15,6 +16,7 @@ from lockstep.recipe.registry import ENGINES, estimator_row
 
 # The rank of the adapter and the tile of the feed-forward that the search proposes.
 RANK, TILE = 16, 4096
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # The fraction of the free memory that the search gives to the KV cache. The rest is for fragments.
 CACHE_SHARE = 0.9
 
@@ -61,7 +63,12 @@ def _formats(outlook: Outlook, target: TargetCluster) -> list[Option]:
     model = outlook.recipe.model
     if model.lora is None or model.quantize is not None or model.dtype == "fp32":
         return [Option(model.quantize or "", {})]
-    return [AS_IS, *(Option(name, {"model.quantize": name}) for name in ("int8", "nf4"))]
+    keys: dict[str, Any] = {}
+    # Quantised experts get no adapter, and most weights of such a model are those of its experts.
+    if model.lora.targets == "all-linear" and experts_of_token(outlook.models.config) is not None:
+        keys = {"model.lora.targets": ATTENTION}
+    labels = {name: f"{name}, attention" if keys else name for name in ("int8", "nf4")}
+    return [AS_IS, *(Option(label, {"model.quantize": name, **keys}) for name, label in labels.items())]
 
 
 def _optimizers(outlook: Outlook, target: TargetCluster) -> list[Option]:

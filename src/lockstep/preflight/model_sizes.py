@@ -18,7 +18,7 @@ from lockstep.kernels.quantized.formats import quantized_bytes
 from lockstep.kernels.quantized.projections import projections
 from lockstep.kernels.tiled_mlp import untiled
 from lockstep.methods import METHODS
-from lockstep.model.adapters.active import lora_layers
+from lockstep.model.adapters.active import TRAINED, lora_layers
 from lockstep.model.adapters.expert_adapters import innermost
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.division.expert_plan import expert_modules
@@ -26,7 +26,7 @@ from lockstep.model.division.tensor_plan import divided_parameters, part_shapes,
 from lockstep.model.load import load_config
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.lora import with_adapter
-from lockstep.model.quantized.quantize import quantizable, stacks_of
+from lockstep.model.quantized.quantize import adapted_stacks, quantizable, stacks_of
 from lockstep.model.resolve import checked_adapter
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.text_model import layer_sizes, model_on_meta, text_config, text_sizes
@@ -95,7 +95,7 @@ class Coded(NamedTuple):
         if settings.quantize is None:
             return NOT_CODED
         shapes = []
-        for _, module in quantizable(model, settings.quantize_exclude, "model.path"):
+        for _, module in _quantizable(model, settings):
             names = ["weight"] if isinstance(module, nn.Linear) else stacks_of(module)
             shapes += [tuple(module.get_parameter(name).shape) for name in names]
         sizes = [quantized_bytes(shape, settings.quantize, settings.double_quantize) for shape in shapes]
@@ -112,6 +112,12 @@ class Coded(NamedTuple):
 
 
 NOT_CODED = Coded()
+
+
+def _quantizable(model: Any, settings: Model) -> list[tuple[str, nn.Module]]:
+    if settings.quantize is None:
+        return []
+    return list(quantizable(model, settings.quantize_exclude, "model.path"))
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,10 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
         view, tower = _view_bytes(recipe, layers), TowerSizes.of(base)
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == text_sizes(config).layers
         coded, tileable = Coded.of(base, recipe.model), untiled(layers) is None
+        quantized = {name: stacks_of(module) for name, module in _quantizable(base, recipe.model)}
         model = with_adapter(base, recipe.model.lora, 0, checked_adapter(recipe.model))
+        adapter = getattr(model, "peft_config", {}).get(TRAINED)
+        refuse_all(list(adapted_stacks(quantized, getattr(adapter, "target_parameters", None) or ())))
         styles = with_adapters(inner_decoder(base), styles)  # refuses adapters that cannot be divided
         names = innermost(inner_decoder(base), names)
         stacks = [inner_decoder(base).get_submodule(name) for name in names]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,3 +152,18 @@ def train_in_fp8(modules: Iterable[nn.Linear]) -> int:
         module.__dict__["forward"] = Fp8Forward(module)
         count += 1
     return count
+
+
+@contextmanager
+def without_fp8(model: nn.Module) -> Iterator[None]:
+    """Makes the layers of `train_in_fp8` compute in the dtype of the model, as an export of the model does."""
+    replaced = [(one, vars(one).pop("forward")) for one in model.modules() if _in_fp8(one)]
+    try:
+        yield
+    finally:
+        for module, forward in replaced:
+            module.__dict__["forward"] = forward
+
+
+def _in_fp8(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), Fp8Forward)

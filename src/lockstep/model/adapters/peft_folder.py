@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import Problem, refuse_all
-from lockstep.model.adapters.active import INITIAL, START, TRAINED, lora_layers, saved_copies
+from lockstep.model.adapters.active import FIRST, INITIAL, START, TRAINED, lora_layers, saved_copies
 
 
 def adapter_weights(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -21,7 +21,7 @@ def adapter_weights(model: Any, state: Mapping[str, torch.Tensor] | None = None)
     from peft import get_peft_model_state_dict
 
     state = model.state_dict() if state is None else state
-    other = tuple(f".{name}." for name in (INITIAL, START))
+    other = tuple(f".{name}." for name in (INITIAL, START, FIRST))
     own = {name: value for name, value in state.items() if not any(part in f"{name}." for part in other)}
     found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
     return found

@@ -8,7 +8,7 @@ precision. Weights are quantised from the values of the files, so the codes do n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +113,7 @@ def quantizable(model: Any, exclude: Sequence[str], where: str) -> Iterator[tupl
         raise Refusal.at(
             "model.quantize",
             f"{where}: {type(model).__name__} has no linear layers that can be quantised",
-            "remove model.quantize, or name fewer layers in model.quantize_exclude",
+            "remove model.quantize" + (", or name fewer layers in model.quantize_exclude" if exclude else ""),
             code="unsupported-model",
         )
     yield from chosen
@@ -165,19 +165,29 @@ def quantize_loaded(model: Any, settings: Model, dtype: torch.dtype, where: str)
     rounded(model, dtype, codes)
 
 
-def adapted_stacks(model: nn.Module, targets: Iterable[str]) -> Iterator[Problem]:
-    """Yields a problem for each quantised stack of experts that an adapter targets. PEFT would leave it out."""
-    for name, module in model.named_modules():
-        for part in module.stacks if isinstance(module, QuantizedExperts) else ():
-            full = f"{name}.{part}"
-            if any(full == entry or full.endswith(f".{entry}") for entry in targets):
-                leaf = name.rpartition(".")[2]
-                yield Problem(
-                    "model.lora.targets",
-                    f"{full} is quantised, and stacked experts get an adapter only in model.dtype",
-                    f"add {leaf} to model.quantize_exclude, or remove {part} from the targets",
-                    code="unfit-adapter",
-                )
+def coded_parts(model: nn.Module) -> dict[str, list[str]]:
+    """Returns the names of the quantised layers of a model, without the endings that PEFT adds, and for experts the
+    names of their stacks."""
+    coded = [(name.removesuffix(".base_layer"), module) for name, module in model.named_modules() if is_coded(module)]
+    return {name: list(getattr(module, "stacks", ())) for name, module in coded}
+
+
+def adapted_stacks(parts: Mapping[str, Sequence[str]], targets: Iterable[str]) -> Iterator[Problem]:
+    """Yields a problem if an adapter targets a quantised stack of experts: PEFT would leave it out. `parts` are the
+    layers that are quantised, or will be, as `coded_parts` returns them."""
+    targets = list(targets)
+    for name, part in ((name, part) for name, stacks in parts.items() for part in stacks):
+        full = f"{name}.{part}"
+        if any(full == entry or full.endswith(f".{entry}") for entry in targets):
+            others = sorted({one.rpartition(".")[2] for one, stacks in parts.items() if not stacks})
+            yield Problem(
+                "model.lora.targets",
+                f"{full} is quantised, and stacked experts get an adapter only in model.dtype",
+                f"set model.lora.targets=[{','.join(others)}], or add {name.rpartition('.')[2]} to "
+                "model.quantize_exclude",
+                code="unfit-adapter",
+            )
+            return
 
 
 def is_coded(module: nn.Module) -> bool:
