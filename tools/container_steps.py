@@ -1,12 +1,16 @@
 """Runs the steps of a container file in a copy of a plain root folder, where no container engine can build images.
 
-    debootstrap --include=ca-certificates,git,python3-venv bookworm base && ...    # Python 3.12 as `python` and `pip`
+    debootstrap --include=ca-certificates,python3-dev,python3-venv,python3-pip bookworm base
+    ln -s python3 base/usr/bin/python && rm base/usr/lib/python3*/EXTERNALLY-MANAGED
     python tools/container_steps.py docker/Dockerfile.cpu --root base --out /tmp/image -- quickstart run.steps=2
 
 The words after -- go to the entry point. `--build-arg NAME=VALUE` replaces an ARG. `--mount PATH` shows a folder of
 this machine in the root, and `--env NAME=VALUE` sets a variable for the steps only, such as PIP_FIND_LINKS.
 `--until N` stops after the first N steps. bubblewrap (`bwrap`) isolates the file system, and the steps run as root, as
 in a build. The sources are a clone of this repository, so commit first.
+
+Without a registry, a docker daemon gets its base image from `tar -C base -c . | docker import - NAME`.
+tools/check_image.sh checks a built image.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ class Stage:
     folder: str = "/"
     user: str = "0"
     entry: list[str] = field(default_factory=list)
+    shell: list[str] = field(default_factory=lambda: ["sh", "-c"])
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -137,13 +142,15 @@ def main() -> int:
         elif verb == "USER":
             stage.user = rest
         elif verb == "RUN":
-            run_inside(stage, ["sh", "-c", rest], args, {**stage.variables, **only_steps})
+            run_inside(stage, [*stage.shell, rest], args, {**stage.variables, **only_steps})
             print(f"step {number}: {time.monotonic() - began:.0f} s", flush=True)
+        elif verb == "SHELL":
+            stage.shell = json.loads(rest)
         elif verb == "ENTRYPOINT":
             stage.entry = json.loads(rest)
         elif verb == "CMD":
             run_inside(stage, [*stage.entry, *(words or json.loads(rest))], args, stage.variables)
-        else:
+        elif verb != "STOPSIGNAL":
             raise SystemExit(f"step {number}: {verb} is not supported")
     return 0
 

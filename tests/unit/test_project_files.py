@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hang import wait_until
 from lockstep.recipe import load_recipe
 from lockstep.rollout.servers.adapter import ServerNeeds
 from lockstep.rollout.servers.vllm import Vllm
@@ -55,6 +57,26 @@ def test_a_broken_machine_stops_the_container(tmp_path: Path, answer: str, ends:
     assert (code, len(said)) == (ends, calls)
 
 
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_the_doctor_ends_the_container(tmp_path: Path, number: int, ends: int) -> None:
+    program, said = tmp_path / "lockstep", tmp_path / "said"
+    program.write_text('#!/bin/sh\necho $$ >"$SAID.new" && mv "$SAID.new" "$SAID"\nexec sleep 600\n')
+    program.chmod(0o755)
+    settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(said)}
+    with subprocess.Popen(["sh", str(DOCKER / "entrypoint.sh"), "train"], env=settings) as entry:
+        wait_until(said.exists)
+        entry.send_signal(number)
+        assert entry.wait(60) == ends
+    wait_until(lambda: not Path(f"/proc/{said.read_text().strip()}").exists())
+
+
+def test_an_ascend_container_reads_cann_and_keeps_its_python_path(tmp_path: Path) -> None:
+    (tmp_path / "set_env.sh").write_text('export PYTHONPATH="/cann${NOT_SET}"\n')
+    given = {"CANN_ENV": str(tmp_path / "set_env.sh"), "ENGINE_PYTHON": "python", "LOCKSTEP_SERVER_KEY": "k"}
+    _, said = entered(tmp_path, "engine", "--model", "m", **given)
+    assert said[-1].endswith(":/cann")
+
+
 def test_the_engine_gets_a_key_and_the_flags_of_a_vllm_server(tmp_path: Path) -> None:
     code, said = entered(tmp_path, "engine", "--model", "m", LOCKSTEP_SERVER_KEY="k")
     assert code == 0
@@ -72,7 +94,11 @@ def test_an_image_copies_files_that_exist_and_enters_through_the_doctor(file: Pa
     copied = [word for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE) for word in line.split()[:-1]]
     assert "docker/entrypoint.sh" in copied
     assert not [word for word in copied if not (ROOT / word).exists()]
-    assert re.search(r'^ENTRYPOINT \["(ba)?sh", "/usr/local/bin/lockstep-entrypoint"\]$', text, re.MULTILINE)
+    assert re.search(
+        r'^ENTRYPOINT \["tini", "--", "(ba)?sh", "/usr/local/bin/lockstep-entrypoint"\]$', text, re.MULTILINE
+    )
+    assert " tini " in text
+    assert "\nSTOPSIGNAL SIGINT\n" in text
     table = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
     extras = set(re.findall(r"^([a-z-]+) = ", table, re.MULTILINE))
     assert set(re.findall(r"^ARG EXTRAS=(.+)$", text, re.MULTILINE)[0].split(",")) <= extras
