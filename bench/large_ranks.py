@@ -58,31 +58,35 @@ def resident() -> int:
 
 
 class Sampler:
-    """The most memory of each phase, above that before the first one."""
+    """The most memory of each phase, above that before the first one. A phase may contain others."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
-        self._phase: str | None = None
         self._before: int | None = None
+        self._begun: dict[str, int] = {}
+        """The memory that each current phase is counted from."""
         threading.Thread(target=self._sample, daemon=True).start()
 
-    def during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def during(self, phase: str, call: Callable[..., Any], *, alone: bool = False) -> Callable[..., Any]:
+        """Returns `call`, measured. With `alone`, memory is counted from the begin of this phase."""
+
         def within(*words: Any, **more: Any) -> Any:
+            now = resident()
             if self._before is None:
-                self._before = resident()
-            self._phase = phase
+                self._before = now
+            self._begun[phase] = now if alone else self._before
             try:
                 return call(*words, **more)
             finally:
                 self._look()
-                self._phase = None
+                del self._begun[phase]
 
         return within
 
     def _look(self) -> None:
-        phase = self._phase
-        if phase is not None and self._before is not None:
-            self.peaks[phase] = max(self.peaks.get(phase, 0), resident() - self._before)
+        now = resident()
+        for phase, begun in list(self._begun.items()):
+            self.peaks[phase] = max(self.peaks.get(phase, 0), now - begun)
 
     def _sample(self) -> None:
         while True:
@@ -90,11 +94,22 @@ class Sampler:
             time.sleep(0.01)
 
 
+def import_first() -> None:
+    """Imports what a load imports: the memory of modules is not that of weights."""
+    import peft  # noqa: F401
+    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
+
+    import lockstep.parallel.slice_reader  # noqa: F401
+
+
 def train(sampler: Sampler, words: list[str]) -> dict[str, Any]:
     from lockstep.cli import main
+    from lockstep.model.streamed import Streamed
     from lockstep.train import offline, training
     from lockstep.train.checkpointing import Checkpointer
 
+    import_first()
+    Streamed.shard = sampler.during("read", Streamed.shard, alone=True)  # type: ignore[method-assign]
     training.load_models = sampler.during("load", training.load_models)
     offline.train_step = sampler.during("update", offline.train_step)
     Checkpointer.save = sampler.during("save", Checkpointer.save)  # type: ignore[method-assign]
@@ -168,6 +183,7 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
     # A serving engine cannot be combined with tensor parallelism.
     recipe = load_recipe(recipe_file, ["parallel.tensor_parallel=1", "parallel.shard=null"])
     settings = recipe.model.model_copy(update={"lora": None})
+    import_first()
     device = Cpu()
     with joined(device) as world:
         sharding = sharding_of(recipe.parallel, device, world)
@@ -179,7 +195,7 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
         dtype, found = DTYPES[settings.dtype], {}
         if not world.main:
             for _ in range(2):
-                sampler.during("push", lambda: [None for _ in source] and None)()
+                sampler.during("push", lambda: [None for _ in source] and None, alone=True)()
         else:
             receivers = Receivers()
             try:
@@ -188,7 +204,7 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
                 seconds = []
                 for _ in range(2):
                     began = time.monotonic()
-                    sampler.during("push", link.give)(source, dtype)
+                    sampler.during("push", link.give, alone=True)(source, dtype)
                     seconds.append(time.monotonic() - began)
                 answers = list(receivers.received.values())
                 link.close()
