@@ -6,7 +6,8 @@
 The model has all layers, experts and heads of its original, and 1/8 of the widths (hidden size, feed-forward, head
 size). Its random weights are written as sharded safetensors, one tensor at a time, and read shard by shard. The ranks
 train one step and write a sharded checkpoint; a second command resumes from it and trains the second step. Then the
-ranks push all weights in buckets to two receivers, which draw each tensor again by its name in the files and compare.
+ranks push all weights in buckets to two receivers, which draw each tensor again by its name in the files and compare,
+and write them tensor by tensor to the files of a push by files.
 
 Memory is the anonymous resident memory of a rank (RssAnon), sampled in each phase, above what the process had before it
 loaded the model. It is reported beside the prediction of `lockstep plan`. The phase `read` is the part of `load` that

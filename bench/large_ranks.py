@@ -170,7 +170,8 @@ class Receivers:
 
 
 def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
-    """Loads the model without its adapter, and sends all weights twice: the first push also opens the group."""
+    """Loads the model without its adapter, and sends all weights twice: the first push also opens the group. Then writes
+    them to files once, as for engines that take files."""
     from lockstep.device.cpu import Cpu
     from lockstep.model.load import load_policy
     from lockstep.model.load_folder import DTYPES
@@ -178,7 +179,7 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
     from lockstep.parallel.world import joined
     from lockstep.recipe import load_recipe
     from lockstep.rollout.servers.weight_source import WeightSource, file_names
-    from lockstep.rollout.servers.weight_transports import WeightLink
+    from lockstep.rollout.servers.weight_transports import WeightLink, transfer_folder, write_weights
 
     # A serving engine cannot be combined with tensor parallelism.
     recipe = load_recipe(recipe_file, ["parallel.tensor_parallel=1", "parallel.shard=null"])
@@ -194,8 +195,8 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
         )
         dtype, found = DTYPES[settings.dtype], {}
         if not world.main:
-            for _ in range(2):
-                sampler.during("push", lambda: [None for _ in source] and None, alone=True)()
+            for phase in ("push", "push", "files"):
+                sampler.during(phase, lambda: [None for _ in source] and None, alone=True)()
         else:
             receivers = Receivers()
             try:
@@ -212,7 +213,11 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
                 receivers.close()
             assert len(answers) == RECEIVERS
             assert all(one["other"] == one["spoiled"] == [] for one in answers), answers
-            found = {"receivers": answers, "bytes": link.sent_bytes, "seconds": seconds}
+            with transfer_folder(None) as folder:
+                began = time.monotonic()
+                sampler.during("files", write_weights, alone=True)(folder, source, dtype)
+                files_seconds = time.monotonic() - began
+            found = {"receivers": answers, "bytes": link.sent_bytes, "seconds": seconds, "files_seconds": files_seconds}
         peaks = world.gather(sampler.peaks)
         return {**found, "peak_bytes_of_ranks": peaks}
 

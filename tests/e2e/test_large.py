@@ -50,5 +50,7 @@ def test_four_ranks_train_and_push_a_large_model(tmp_path: Path, shape: str, wid
     push = record["push"]
     assert [one["tensors"] for one in push["receivers"]] == [record["model"]["tensors"]] * 2
     assert push["bytes"] == push["receivers"][0]["bytes"] + 8 * record["model"]["tensors"]
-    for rank in push["peak_bytes_of_ranks"][1:]:
-        assert rank["push"] < whole
+    sender, *others = push["peak_bytes_of_ranks"]
+    # A rank gathers one parameter at a time. The stacked experts of a layer are a ninth of the MoE model.
+    assert all(rank["push"] < 0.4 * whole for rank in others)
+    assert all(rank["files"] < 0.4 * whole for rank in (sender, *others))
