@@ -170,8 +170,8 @@ class Receivers:
 
 
 def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
-    """Loads the model without its adapter, and sends all weights twice: the first push also opens the group. Then writes
-    them to files once, as for engines that take files."""
+    """Loads the model without its adapter, and sends all weights twice: the first push also opens the group. Then it
+    writes them to files once, as for engines that take files."""
     from lockstep.device.cpu import Cpu
     from lockstep.model.load import load_policy
     from lockstep.model.load_folder import DTYPES

@@ -44,8 +44,8 @@ def test_four_ranks_train_and_push_a_large_model(tmp_path: Path, shape: str, wid
     whole = memory["weights_of_all_bytes"]
     assert 0.9 < memory["read"]["ratio"] < 1.3
     assert memory["load"]["measured"] < 0.7 * whole
-    assert 0.6 < memory["load"]["ratio"] < 1.4
-    assert 0.6 < memory["update"]["ratio"] < 1.4
+    assert 0.8 < memory["load"]["ratio"] < 1.2
+    assert 0.8 < memory["update"]["ratio"] < 1.2
     # Both receivers have every tensor under its name in the files; large_ranks.py compares the values.
     push = record["push"]
     assert [one["tensors"] for one in push["receivers"]] == [record["model"]["tensors"]] * 2
