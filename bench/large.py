@@ -6,10 +6,12 @@
 The model has all layers, experts and heads of its original, and 1/8 of the widths (hidden size, feed-forward, head
 size). Its random weights are written as sharded safetensors, one tensor at a time, and read shard by shard. The ranks
 train one step and write a sharded checkpoint; a second command resumes from it and trains the second step. Then the
-ranks push all weights in buckets to two receivers, which draw each tensor again by its name in the files and compare.
+ranks push all weights in buckets to two receivers, which draw each tensor again by its name in the files and compare,
+and write them tensor by tensor to the files of a push by files.
 
 Memory is the anonymous resident memory of a rank (RssAnon), sampled in each phase, above what the process had before it
-loaded the model. It is reported beside the prediction of `lockstep plan`. `--compare` also trains on one process.
+loaded the model. It is reported beside the prediction of `lockstep plan`. The phase `read` is the part of `load` that
+reads the weights; the rest of `load` is a first pass, which gathers layers. `--compare` also trains on one process.
 """
 
 from __future__ import annotations
@@ -63,11 +65,10 @@ QWEN3_235B_A22B = {
     "norm_topk_prob": True,
 }
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim")
-# The layout of 8 ranks.
 ADAPTER = "lora: {rank: 8, targets: [q_proj, k_proj, v_proj, o_proj]}, "
-SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen3-32b": ("qwen3", QWEN3_32B, "shard: 4, tensor_parallel: 2"),
-    "qwen3-235b-a22b": ("qwen3_moe", QWEN3_235B_A22B, "shard: 8, expert_parallel: 4"),
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-32b": ("qwen3", QWEN3_32B),
+    "qwen3-235b-a22b": ("qwen3_moe", QWEN3_235B_A22B),
 }
 POOL = 2**24 + 1
 RANKS_PROGRAM = Path(__file__).with_name("large_ranks.py")
@@ -111,8 +112,14 @@ def write_large(folder: Path, config: Any, dtype: torch.dtype, file_bytes: int) 
     }
 
 
+def layout_of(shape: str, ranks: int) -> str:
+    if shape == "qwen3-32b":
+        return f"shard: {ranks // 2}, tensor_parallel: 2"
+    return f"shard: {ranks}, expert_parallel: {max(2, ranks // 2)}"
+
+
 def write_recipe(folder: Path, args: argparse.Namespace) -> Path:
-    layout, adapter = SHAPES[args.shape][2], ADAPTER if args.lora else ""
+    layout, adapter = layout_of(args.shape, args.ranks), ADAPTER if args.lora else ""
     draw = torch.Generator().manual_seed(0)
     letters = torch.randint(26, (args.rows, args.length), generator=draw)
     with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
@@ -194,7 +201,7 @@ def against_plan(plan: MemoryPlan, trained: dict[str, Any]) -> dict[str, Any]:
     commands = [trained[name]["peak_bytes_of_ranks"] for name in ("command_1", "command_2")]
     measured = {
         phase: [max(told[phase] for told in rank) for rank in zip(*commands, strict=True)]
-        for phase in ("load", "update", "save")
+        for phase in ("read", "load", "update", "save")
     }
     planned = {phase.name: phase.total for phase in plan.phases}
     load = planned.pop("load")
@@ -202,6 +209,7 @@ def against_plan(plan: MemoryPlan, trained: dict[str, Any]) -> dict[str, Any]:
     planned.pop("validation")
     return {
         "weights_of_all_bytes": plan.weight_bytes,
+        "read": _beside(measured["read"], plan.weight_bytes // len(measured["read"])),
         "load": _beside(measured["load"], load),
         "update": _beside(measured["update"], max(planned.values())),
         "save": {"measured": max(measured["save"])},
@@ -215,7 +223,7 @@ def _beside(measured: list[int], planned: int) -> dict[str, Any]:
 
 def main() -> None:
     args = _arguments()
-    kind, settings, _ = SHAPES[args.shape]
+    kind, settings = SHAPES[args.shape]
     sizes = {name: size // args.width if name in WIDTHS else size for name, size in settings.items()}
     sizes |= {"num_hidden_layers": args.layers or sizes["num_hidden_layers"]}
     sizes |= {"vocab_size": args.vocabulary or sizes["vocab_size"]}

@@ -58,31 +58,35 @@ def resident() -> int:
 
 
 class Sampler:
-    """The most memory of each phase, above that before the first one."""
+    """The most memory of each phase, above that before the first one. A phase may contain others."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
-        self._phase: str | None = None
         self._before: int | None = None
+        self._begun: dict[str, int] = {}
+        """The memory that each current phase is counted from."""
         threading.Thread(target=self._sample, daemon=True).start()
 
-    def during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def during(self, phase: str, call: Callable[..., Any], *, alone: bool = False) -> Callable[..., Any]:
+        """Returns `call`, measured. With `alone`, memory is counted from the begin of this phase."""
+
         def within(*words: Any, **more: Any) -> Any:
+            now = resident()
             if self._before is None:
-                self._before = resident()
-            self._phase = phase
+                self._before = now
+            self._begun[phase] = now if alone else self._before
             try:
                 return call(*words, **more)
             finally:
                 self._look()
-                self._phase = None
+                del self._begun[phase]
 
         return within
 
     def _look(self) -> None:
-        phase = self._phase
-        if phase is not None and self._before is not None:
-            self.peaks[phase] = max(self.peaks.get(phase, 0), resident() - self._before)
+        now = resident()
+        for phase, begun in list(self._begun.items()):
+            self.peaks[phase] = max(self.peaks.get(phase, 0), now - begun)
 
     def _sample(self) -> None:
         while True:
@@ -90,11 +94,22 @@ class Sampler:
             time.sleep(0.01)
 
 
+def import_first() -> None:
+    """Imports what a load imports: the memory of modules is not that of weights."""
+    import peft  # noqa: F401
+    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
+
+    import lockstep.parallel.slice_reader  # noqa: F401
+
+
 def train(sampler: Sampler, words: list[str]) -> dict[str, Any]:
     from lockstep.cli import main
+    from lockstep.model.streamed import Streamed
     from lockstep.train import offline, training
     from lockstep.train.checkpointing import Checkpointer
 
+    import_first()
+    Streamed.shard = sampler.during("read", Streamed.shard, alone=True)  # type: ignore[method-assign]
     training.load_models = sampler.during("load", training.load_models)
     offline.train_step = sampler.during("update", offline.train_step)
     Checkpointer.save = sampler.during("save", Checkpointer.save)  # type: ignore[method-assign]
@@ -155,7 +170,8 @@ class Receivers:
 
 
 def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
-    """Loads the model without its adapter, and sends all weights twice: the first push also opens the group."""
+    """Loads the model without its adapter, and sends all weights twice: the first push also opens the group. Then it
+    writes them to files once, as for engines that take files."""
     from lockstep.device.cpu import Cpu
     from lockstep.model.load import load_policy
     from lockstep.model.load_folder import DTYPES
@@ -163,11 +179,12 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
     from lockstep.parallel.world import joined
     from lockstep.recipe import load_recipe
     from lockstep.rollout.servers.weight_source import WeightSource, file_names
-    from lockstep.rollout.servers.weight_transports import WeightLink
+    from lockstep.rollout.servers.weight_transports import WeightLink, transfer_folder, write_weights
 
     # A serving engine cannot be combined with tensor parallelism.
     recipe = load_recipe(recipe_file, ["parallel.tensor_parallel=1", "parallel.shard=null"])
     settings = recipe.model.model_copy(update={"lora": None})
+    import_first()
     device = Cpu()
     with joined(device) as world:
         sharding = sharding_of(recipe.parallel, device, world)
@@ -178,8 +195,8 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
         )
         dtype, found = DTYPES[settings.dtype], {}
         if not world.main:
-            for _ in range(2):
-                sampler.during("push", lambda: [None for _ in source] and None)()
+            for phase in ("push", "push", "files"):
+                sampler.during(phase, lambda: [None for _ in source] and None, alone=True)()
         else:
             receivers = Receivers()
             try:
@@ -188,7 +205,7 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
                 seconds = []
                 for _ in range(2):
                     began = time.monotonic()
-                    sampler.during("push", link.give)(source, dtype)
+                    sampler.during("push", link.give, alone=True)(source, dtype)
                     seconds.append(time.monotonic() - began)
                 answers = list(receivers.received.values())
                 link.close()
@@ -196,7 +213,11 @@ def push(sampler: Sampler, recipe_file: str) -> dict[str, Any]:
                 receivers.close()
             assert len(answers) == RECEIVERS
             assert all(one["other"] == one["spoiled"] == [] for one in answers), answers
-            found = {"receivers": answers, "bytes": link.sent_bytes, "seconds": seconds}
+            with transfer_folder(None) as folder:
+                began = time.monotonic()
+                sampler.during("files", write_weights, alone=True)(folder, source, dtype)
+                files_seconds = time.monotonic() - began
+            found = {"receivers": answers, "bytes": link.sent_bytes, "seconds": seconds, "files_seconds": files_seconds}
         peaks = world.gather(sampler.peaks)
         return {**found, "peak_bytes_of_ranks": peaks}
 

@@ -19,6 +19,7 @@ from lockstep.rollout.servers.adapter import Answer, PushedWeights, WantedSample
 from lockstep.rollout.servers.fleet import Server
 from lockstep.rollout.servers.server_engine import ServerEngine
 from lockstep.rollout.servers.server_process import ServerProcess
+from lockstep.rollout.servers.weight_source import WeightSource
 from lockstep.rollout.servers.weight_transports import write_weights
 from lockstep.types import Completion, Request, Sampling
 
@@ -31,7 +32,7 @@ def spoiled(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., 
     def write(folder: Path, weights, dtype: torch.dtype) -> PushedWeights:
         tensors = {name: tensor.detach().clone() for name, tensor in weights}
         change(tensors)
-        return write_weights(folder, list(tensors.items()), dtype)
+        return write_weights(folder, WeightSource(weights.policy, tensors.items(), None), dtype)
 
     return write
 
@@ -87,7 +88,7 @@ def test_a_bit_that_is_lost_on_the_way_is_caught(
 def test_a_tensor_left_out_of_the_files_is_caught(pushed, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(folder: Path, weights, dtype: torch.dtype) -> PushedWeights:
         whole = spoiled(lambda tensors: tensors.pop(LEFT_OUT))(folder, weights, dtype)
-        return PushedWeights(whole.files, [name for name, _ in weights], [0 for _ in weights])
+        return PushedWeights(whole.files, list(weights.shapes), [0 for _ in weights.shapes])
 
     monkeypatch.setattr(weight_sync, "write_weights", write)
     assert LEFT_OUT in refused(pushed)
@@ -108,7 +109,7 @@ def test_weights_that_stay_where_they_were_are_caught(pushed, monkeypatch: pytes
     monkeypatch.setattr(
         weight_sync,
         "write_weights",
-        lambda folder, weights, dtype: write_weights(folder, list(before.items()), dtype),
+        lambda folder, weights, dtype: write_weights(folder, WeightSource(weights.policy, before.items(), None), dtype),
     )
     assert "weights before the last update" in refused(pushed)
 

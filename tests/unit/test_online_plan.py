@@ -19,8 +19,11 @@ from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda
 from lockstep.errors import Refusal
+from lockstep.parallel.sharding import Grid
+from lockstep.preflight import memory_plan
 from lockstep.preflight.batch_plan import OnlinePlan, plan_online, prompt_limit
 from lockstep.preflight.memory_plan import MemoryPlan, Phase, plan_memory
+from lockstep.preflight.model_sizes import count_parameters, reduced_beside
 from lockstep.preflight.state_sizes import kv_bytes
 from lockstep.types import Prompt
 from refusals import refuses
@@ -160,6 +163,23 @@ def test_masters_and_shards() -> None:
     assert backward.optimizer == 2 * 12 * PARAMETERS // 2
     # Each rank generates with the whole policy.
     assert phase(plan, "generation").weights == 2 * PARAMETERS + 2 * 2 * PARAMETERS // 2
+
+
+def test_gradients_that_several_devices_have_not_reduced_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a layer and of what is outside the layers, each with an fp32 buffer, and that of the output head."""
+    recipe = recipe_of(method="sft", batch__tokens=4, model__dtype="bf16")
+    of_layer, of_outside = reduced_beside(count_parameters(recipe, CONFIG), CONFIG, Grid(1, 2), 2)
+    assert of_layer == (2 + 4) * LAYER + 2 * 100 * 64
+    assert of_outside == (2 + 4) * (2 * 100 * 64 + 64)
+
+    def planned(devices: int, *reduced: int) -> int:
+        monkeypatch.setattr(memory_plan, "reduced_beside", lambda *_: reduced)
+        return phase(plan_memory(recipe, CONFIG, devices, 2, 2), "forward and backward").total
+
+    most = 10**7
+    assert planned(2, 2 * most, 0) - planned(2, most, 0) == most
+    assert planned(2, 0, 2 * most) - planned(2, 0, most) == most
+    assert planned(1, most, most) == planned(1, 0, 0)
 
 
 def test_an_adapters_reference_is_the_model_under_it() -> None:

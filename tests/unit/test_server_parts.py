@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -34,6 +35,7 @@ from lockstep.rollout.servers.weight_check import (
     repeat_noise,
     why_rejected,
 )
+from lockstep.rollout.servers.weight_source import WeightSource
 from lockstep.rollout.servers.weight_transports import transfer_folder, write_weights
 from lockstep.types import Sampling
 from recipe_files import keys, refused, write
@@ -104,6 +106,10 @@ def test_any_bit_of_any_weight_changes_the_fingerprint() -> None:
     assert fingerprint(weights.items()) != before
 
 
+def source(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device | None = None) -> WeightSource:
+    return WeightSource(None, weights, None, device)  # type: ignore[arg-type]
+
+
 def test_files_hold_what_was_written_and_are_gone_afterwards(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -112,13 +118,67 @@ def test_files_hold_what_was_written_and_are_gone_afterwards(tmp_path: Path) -> 
     left.mkdir()
     with transfer_folder(str(tmp_path)) as folder:
         assert not left.exists()
-        pushed = write_weights(folder, weights, torch.bfloat16)
+        pushed = write_weights(folder, source(weights), torch.bfloat16)
         (file,) = pushed.files
         read = load_file(file)
         assert list(pushed.names) == ["a", "b.c"]
         assert all(torch.equal(read[name], tensor.bfloat16()) for name, tensor in weights)
         assert list(pushed.sums) == [int(read[name].view(torch.int16).sum(dtype=torch.int64)) for name, _ in weights]
     assert not list(tmp_path.iterdir())
+
+
+@dataclass
+class Gathers:
+    """Stands for the gathering of shards: counts the full tensors, and those that are alive at the same time."""
+
+    done: int = 0
+    alive: int = 0
+    most: int = 0
+
+    def __call__(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        full = tensor.clone()
+        self.done, self.alive = self.done + 1, self.alive + 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(full, self._freed)
+        return full
+
+    def _freed(self) -> None:
+        self.alive -= 1
+
+
+SHARDS = [(f"layers.{number}.weight", torch.full((4, 3), float(number))) for number in range(5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_weights_are_gathered_and_written_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    gathers = Gathers()
+    monkeypatch.setattr("lockstep.rollout.servers.weight_source.whole_on", gathers)
+    streamed, at_once = tmp_path / "streamed", tmp_path / "at_once"
+    streamed.mkdir()
+    at_once.mkdir()
+    one = write_weights(streamed, source(SHARDS, torch.device("cpu")), dtype)
+    assert (gathers.done, gathers.most) == (5, 1)
+    other = write_weights(at_once, source(SHARDS), dtype)
+    assert [file.read_bytes() for file in one.files] == [file.read_bytes() for file in other.files]
+    assert (one.names, one.sums) == (other.names, other.sums)
+
+
+def test_ranks_that_gather_are_not_left_alone_when_a_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathers = Gathers()
+
+    def full_disk(folder: Path, shapes: Any, dtype: torch.dtype, read: Callable[[str], torch.Tensor]) -> None:
+        read(SHARDS[0][0])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lockstep.rollout.servers.weight_source.whole_on", gathers)
+    monkeypatch.setattr("lockstep.rollout.servers.weight_transports.write_model", full_disk)
+    with pytest.raises(Refusal, match="No space left"):
+        write_weights(tmp_path, source(SHARDS, torch.device("cpu")), torch.float32)
+    assert gathers.done == len(SHARDS)
 
 
 @dataclass
@@ -181,7 +241,8 @@ def test_a_bit_that_is_lost_on_the_way_is_found_by_the_servers_end(
     monkeypatch.syspath_prepend(str(PLUGIN))
     from lockstep_vllm import _tensors, _verified
 
-    pushed = write_weights(tmp_path, [("a", torch.randn(3, 2)), ("b.c", torch.randn(4))], torch.bfloat16)
+    weights = source([("a", torch.randn(3, 2)), ("b.c", torch.randn(4))])
+    pushed = write_weights(tmp_path, weights, torch.bfloat16)
     (file,), sums = pushed.files, dict(zip(pushed.names, pushed.sums, strict=True))
     assert [name for name, _ in _verified(_tensors([str(file)]), sums)] == ["a", "b.c"]
     whole = bytearray(file.read_bytes())
@@ -206,7 +267,7 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=7))
     with pytest.raises(Refusal, match=r"rollout.server.folder"), transfer_folder(str(tmp_path)) as folder:
-        write_weights(folder, [("a", torch.zeros(2))], torch.float32)
+        write_weights(folder, source([("a", torch.zeros(2))]), torch.float32)
 
 
 # -- the adapter of vLLM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,58 @@ def test_only_rank_0_sends_weights_to_a_server_that_responds_again(embedded: Pat
             engine.weight_sync.bring_up(lost)
             assert not lost.up
         assert calls(server, "lockstep_load") == sent
+
+
+def restarted(server: Replay) -> None:
+    """Its weights are those of its folder."""
+    server.version = ""
+
+
+def pushed(server: Replay) -> list[list[str]]:
+    loads = (body for _, body in server.asked if body is not None and body.get("method") == "lockstep_load")
+    return [json.loads(body["args"][0])["files"] for body in loads]
+
+
+def test_a_restarted_server_gets_the_files_of_the_last_push(embedded: Path, tmp_path: Path) -> None:
+    """Of a run of several processes, which generate and cannot gather the weights."""
+    told: list[Any] = []
+    with (
+        replaying("vllm") as server,
+        opened(server.address, load(embedded), embedded, tmp_path, Rank(0, 2, told=told)) as engine,
+    ):
+        sync(engine)
+        (lost,) = engine.fleet.servers
+        *_, last = pushed(server)
+        restarted(server)
+        lost.up, asked = False, len(told)
+        engine.weight_sync.bring_up(lost)
+        assert lost.up
+        assert pushed(server)[2:] == [last]
+        assert all(Path(file).is_file() for file in last)
+        assert len(told) == asked  # nothing is asked of the other rank
+    assert not any(Path(file).exists() for file in last)
+
+
+def test_a_restarted_server_that_answers_with_other_weights_is_refused(embedded: Path, tmp_path: Path) -> None:
+    back: list[bool] = []
+
+    def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        if back and path == SAMPLES and body:
+            answer = {**answer, "logprobs": [logprob + 0.1 for logprob in answer["logprobs"]]}
+        return 200, answer
+
+    with (
+        replaying("vllm", fault) as server,
+        opened(server.address, load(embedded), embedded, tmp_path, Rank(0, 2)) as engine,
+    ):
+        sync(engine)
+        (lost,) = engine.fleet.servers
+        restarted(server)
+        lost.up = False
+        back.append(True)
+        with pytest.raises(Refusal, match=r"\[weights-differ\].* by 0\.1 on average"):
+            engine.weight_sync.bring_up(lost)
+        assert not lost.up
 
 
 def test_timings_are_those_of_the_last_sync(embedded: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from lockstep.preflight.model_sizes import (
     loaded_beside,
     micro_batch_tokens,
     one_micro_batch,
+    reduced_beside,
     selection_bytes,
     tile_sums,
 )
@@ -227,9 +228,10 @@ def plan_memory(
     activations = activations.with_tower(tower)
     gathered_bytes = loaded_beside(counted, config, grid, size) if devices > 1 else 0
     beside = gathered_beside(counted, config, grid, size) if devices > 1 else (0, 0)
+    reduced = reduced_beside(counted, config, grid, size) if devices > 1 else (0, 0)
     phases: tuple[Phase, ...] = (
         Phase("load", model.weights + gathered_bytes),
-        _forward_backward(recipe, model, activations, 0 if single else trained * size // shards, beside),
+        _forward_backward(recipe, model, activations, 0 if single else trained * size // shards, beside, reduced),
         Phase(STEP, model.weights, model.gradients, model.state, counted.scratch_bytes(recipe, shards)),
         _larger(
             Phase("validation", model.weights + beside[0], 0, model.state),
@@ -332,11 +334,16 @@ def _larger(*phases: Phase) -> Phase:
 
 
 def _forward_backward(
-    recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int, beside: tuple[int, int]
+    recipe: Recipe,
+    model: TrainedBytes,
+    activations: _Activations,
+    arriving: int,
+    beside: tuple[int, int],
+    reduced: tuple[int, int],
 ) -> Phase:
     """Returns the peak of the forward and backward pass. The peak is at its start, when the weights outside the layers
-    are gathered (`beside`, see `gathered_beside`), at the start of the backward pass, with all activations, or at its
-    end, with all gradients.
+    are gathered (`beside`, see `gathered_beside`), at the start of the backward pass, with all activations, in its last
+    layer, with all gradients, or at its end, when those outside the layers are reduced (`reduced_beside`).
 
     `arriving` is the bytes of the gradients of one micro-batch, which are added to the fp32 gradients of the previous
     micro-batches.
@@ -344,11 +351,13 @@ def _forward_backward(
     on_host = recipe.parallel.offload in ("params", "all")
     arriving = arriving if recipe.model.master_weights and not on_host else 0
     here = activations.layers - activations.on_host * int(recipe.model.activation_offload)
-    name, (entered, kept) = "forward and backward", beside
+    name, (entered, kept), (of_layer, of_outside) = "forward and backward", beside, reduced
+    gradients = model.gradients + arriving
     return _larger(
         Phase(name, model.weights + entered, 0, model.state),
         Phase(name, model.weights + kept, model.gradients, model.state, here + activations.head),
-        Phase(name, model.weights + kept, model.gradients + arriving, model.state, activations.last),
+        Phase(name, model.weights + kept, gradients, model.state, activations.last + of_layer),
+        Phase(name, model.weights, gradients, model.state, of_outside),
     )
 
 

@@ -266,14 +266,30 @@ def gathered_beside(counted: Counted, config: Any, grid: Grid, size: int) -> tup
     """Returns the bytes of gathered weights on a device of several, beside its shards, if a parameter that is not
     quantised has `size` bytes: the most, when a pass begins, and those that stay until the end of the backward pass.
     The root gathers the parameters outside the layers, first into a buffer. They stay with one layer and its buffer."""
-    kept = counted.divided // grid.tensor
     inside = counted.parameters - counted.outside
     each = counted.coded.weight_bytes(inside, size) / max(1, inside)
-    # Expert parallelism leaves the experts of the other ranks of the group where they are.
-    others = counted.experts // grid.tensor - counted.experts // (grid.tensor * grid.expert)
-    layer = int((counted.layer - (counted.divided - kept + others) // text_sizes(config).layers) * each)
-    outside = counted.outside * size
+    layer, outside = int(_layer_here(counted, config, grid) * each), counted.outside * size
     return outside + 2 * layer + max(outside, layer), outside + 2 * layer
+
+
+def _layer_here(counted: Counted, config: Any, grid: Grid) -> int:
+    """Returns the parameters of a layer that a device gathers. Expert parallelism leaves the experts of the other ranks
+    of the group where they are."""
+    kept = counted.divided // grid.tensor
+    others = counted.experts // grid.tensor - counted.experts // (grid.tensor * grid.expert)
+    return counted.layer - (counted.divided - kept + others) // text_sizes(config).layers
+
+
+def reduced_beside(counted: Counted, config: Any, grid: Grid, size: int) -> tuple[int, int]:
+    """Returns the bytes of unsharded gradients on a device of several, with the fp32 buffer in which they are reduced:
+    in a layer, beside the gradient of the output head, which waits for the end of the backward pass, and at this end,
+    outside the layers. With an adapter, only the adapters of a layer are counted."""
+    each, sizes = size + 4, text_sizes(config)
+    if counted.trained < counted.parameters:
+        layer = counted.trained // sizes.layers * each
+        return layer, layer
+    head = sizes.vocabulary * sizes.hidden * size
+    return _layer_here(counted, config, grid) * each + head, counted.outside * each
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid, size: int) -> int:

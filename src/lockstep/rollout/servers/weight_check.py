@@ -150,6 +150,17 @@ def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, n
     return None
 
 
+def why_not_repeated(answers: Sequence[Answer], before: CheckResult, bounds: Bounds) -> str | None:
+    """Returns why a server fails that got the weights of the check `before` again, or None if it passes. The trainer's
+    log-probs are those of `before`, so only tokens that are sampled again are compared."""
+    logprobs_K = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
+    now = CheckResult([answer.ids for answer in answers], logprobs_K, before.trainer_K)
+    same = _common_tokens(now, before)
+    if not len(same):
+        return "none of its tokens of the weight check are those that these weights sampled before"
+    return why_rejected(CheckResult(now.ids, logprobs_K[same], before.trainer_K[same]), None, bounds, 0.0)
+
+
 def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
     """Returns whether the engine still has the previous weights. A small update may change log-probs by less than the
     bounds of the check. So this function compares changes: if the trainer's log-probs changed by more than 4 times

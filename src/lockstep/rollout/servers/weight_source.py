@@ -52,6 +52,9 @@ class WeightSource:
     def gathers(self) -> bool:
         return self.device is not None
 
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        return sum(shape.numel() for shape in self.shapes.values()) * dtype.itemsize
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.lead()
         return self._tensors()

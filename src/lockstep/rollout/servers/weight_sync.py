@@ -27,11 +27,13 @@ from lockstep.rollout.servers.weight_check import (
     checked,
     most_of,
     repeat_noise,
+    why_not_repeated,
     why_rejected,
 )
 from lockstep.rollout.servers.weight_source import GatherWeights, ScoreAnswers, WeightSource, file_names
 from lockstep.rollout.servers.weight_transports import (
     REMEDY,
+    KeptFiles,
     SharedMemory,
     Unopened,
     WeightLink,
@@ -73,8 +75,11 @@ class WeightSync:
         self._truncation_checked = False
         self._links: dict[tuple[str, ...], WeightLink] = {}
         """The process groups, keyed by the addresses of their servers."""
-        self.streams = self.by_collective and self.world.size > 1
-        """Whether pushes gather the sharded weights bucket by bucket. Otherwise they are gathered before."""
+        self.streams = self.world.size > 1 and manager.lora_rank is None and not self.by_memory
+        """Whether pushes gather the sharded weights tensor by tensor. Otherwise they are gathered before."""
+        self._kept = KeptFiles()
+        self._last_check: CheckResult | None = None
+        """The last weight check in which all ranks have computed the log-probs."""
         self._names = file_names(self.policy) if manager.lora_rank is None else None
         self.sent_bytes = 0
         """Bytes that the last sync sent, summed over its pushes. A broadcast to several servers counts once."""
@@ -193,11 +198,14 @@ class WeightSync:
                 self.manager.restart(server)
 
     def _resume_use(self, server: Server) -> None:
-        """Uses a server again that still has the weights of this step. Weights that are sharded over several ranks can
-        only be sent at the start of a step, when all ranks take part."""
+        """Uses a server again during generation. If it has lost the weights of this step, it gets the files of the last
+        push. Weights that are sharded over several ranks can only be gathered at the start of a step, when all ranks
+        take part."""
         server.up = self.server_adapter.version(server.client) == self.fleet.version
         if server.up:
             server.why, server.starts = "", 0
+        elif self._kept.version == self.fleet.version:
+            self._sync_one(server, None)
         elif not self.fleet.up():
             raise LostProcess.at(
                 f"rollout.engine {self.server_adapter.name} at {server.client.address}",
@@ -229,11 +237,15 @@ class WeightSync:
 
     # -- one server
 
-    def _sync_one(self, server: Server, weights: WeightSource) -> None:
+    def _sync_one(self, server: Server, weights: WeightSource | None) -> None:
+        """Sends the weights to one server. Without `weights`, sends the files of the last push again."""
         try:
             if not (server.up or server.asleep):
                 self._unlink([server])  # a lost server is no longer in its process group
-            self._push_and_check(server, weights)
+            if weights is None:
+                self._push_again(server)
+            else:
+                self._push_and_check(server, weights)
         except ServerFailed as error:
             self._unlink([server])
             if not error.gone:
@@ -274,19 +286,31 @@ class WeightSync:
             self._truncation_checked = True
         self._accept_check(server, result)
 
+    def _push_again(self, server: Server) -> None:
+        """Pushes the files of the last push to a server that was restarted. The other ranks generate meanwhile, so the
+        weight check uses the trainer's log-probs of the last check."""
+        assert self._last_check is not None
+        assert self.bounds is not None
+        self._push([server], None)
+        self.checked.pop(server.client.address, None)
+        answers = self._answers(server, check_requests(self.policy, None))
+        self._refuse_check(server, why_not_repeated(answers, self._last_check, self.bounds))
+        server.up, server.why, server.starts = True, "", 0
+
     def _accept_check(self, server: Server, result: CheckResult) -> None:
         assert self.bounds is not None
         before = self.checked.get(server.client.address)
         self._refuse_check(server, why_rejected(result, before, self.bounds, self._noise))
-        self.checked[server.client.address] = result
+        self.checked[server.client.address] = self._last_check = result
         server.up, server.why, server.starts = True, "", 0
 
     def _next_version(self) -> None:
         self.pushes += 1
         self.fleet.version = f"{self._run}-{self.pushes}"
 
-    def _push(self, servers: Sequence[Server], weights: WeightSource) -> None:
-        """Pushes the weights to servers, several of them only by one broadcast."""
+    def _push(self, servers: Sequence[Server], weights: WeightSource | None) -> None:
+        """Pushes the weights to servers, several of them only by one broadcast. Without `weights`, pushes the files
+        that were kept."""
         server_adapter, version = self.server_adapter, self.fleet.version
         for server in servers:
             server.up = False
@@ -320,8 +344,16 @@ class WeightSync:
                 )
 
     @contextmanager
-    def _prepare(self, servers: Sequence[Server], weights: WeightSource) -> Iterator[Callable[[], None]]:
+    def _prepare(self, servers: Sequence[Server], weights: WeightSource | None) -> Iterator[Callable[[], None]]:
         """Prepares a push and yields the function that pushes while the servers are paused."""
+        if weights is None or (self.streams and not self.by_collective):
+            if weights is not None and self._kept.version != self.fleet.version:
+                with self._timed("prepare"):
+                    self._kept.write(self.fleet.version, self._folder(), weights, self.dtype)
+            self.sent_bytes += self._kept.bytes
+            (server,) = servers
+            yield partial(self.server_adapter.push, server.client, self._kept.pushed)
+            return
         if self.by_collective:
             with self._timed("prepare"):
                 link = self._link(servers)
@@ -355,15 +387,14 @@ class WeightSync:
         if self.adapter is not None:
             write_adapter(folder, self.policy.model)
             return partial(self.server_adapter.load_adapter, server.client, self.adapter, folder)
-        tensors = list(weights)
-        self.sent_bytes += sum(tensor.numel() for _, tensor in tensors) * self.dtype.itemsize
+        self.sent_bytes += weights.bytes_in(self.dtype)
         if self.by_memory:
             try:
-                placed = self._memory.placed(tensors, self.dtype, folder)
+                placed = self._memory.placed(list(weights), self.dtype, folder)
                 return partial(self._push_memory, folder, server, weights, placed)
             except Unopened as error:
                 self._fall_back_to_files(str(error))
-        return partial(self.server_adapter.push, server.client, write_weights(folder, tensors, self.dtype))
+        return partial(self.server_adapter.push, server.client, write_weights(folder, weights, self.dtype))
 
     def _push_memory(self, folder: Path, server: Server, weights: WeightSource, placed: Placed) -> None:
         unopened = self.server_adapter.take(server.client, placed)
@@ -412,6 +443,7 @@ class WeightSync:
             self._links.pop(key).close(notify=notify)
 
     def close(self) -> None:
+        self._kept.remove()
         # A server that lockstep started is not asked to leave the group, because it is killed next.
         started = any(server.process is not None for server in self.fleet.servers)
         for link in self._links.values():
@@ -433,6 +465,13 @@ class WeightSync:
 
     def _check(self, server: Server, sampling: Sampling | None = None) -> CheckResult:
         requests = check_requests(self.policy, self.adapter, sampling)
+        answers = self._answers(server, requests)
+        with self._timed("score"):
+            message = ScoreAnswers(requests, answers)
+            self._lead(message)
+            return self._scored(message)
+
+    def _answers(self, server: Server, requests: Sequence[WantedSample]) -> list[Answer]:
         with self._timed("probe"):
             # The samples of the weight check are submitted together, so that they form one HTTP request.
             answers = self.manager.clients.start(self._sampled(server, requests)).result()
@@ -442,10 +481,7 @@ class WeightSync:
                     f"{server.client.address}: the server answered the weight check with weights of version "
                     f"{answer.version}"
                 )
-        with self._timed("score"):
-            message = ScoreAnswers(requests, answers)
-            self._lead(message)
-            return self._scored(message)
+        return answers
 
     def _scored(self, message: ScoreAnswers) -> CheckResult:
         device = self.device.torch_device(self.world.local_rank)

@@ -9,9 +9,10 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,26 +59,55 @@ def transfer_folder(parent: str | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PushedWeights:
-    """Writes all weights of a model in `dtype`. The weights are converted one tensor at a time, to save device
+def write_weights(folder: Path, weights: WeightSource, dtype: torch.dtype) -> PushedWeights:
+    """Writes all weights of a model in `dtype`. The weights are gathered and converted one tensor at a time, to save
     memory."""
-    shapes = {name: tensor.shape for name, tensor in weights}
-    _refuse_no_room(folder, sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
-    tensors = dict(weights)
+    shapes = weights.shapes
+    _refuse_no_room(folder, weights.bytes_in(dtype))
+    tensors = iter(weights)
     sums: dict[str, int] = {}
 
-    def with_checksum(name: str) -> torch.Tensor:
-        tensor = tensors[name].detach().to(dtype)
+    def with_checksum(wanted: str) -> torch.Tensor:
+        name, tensor = next(tensors)
+        assert name == wanted
+        tensor = tensor.detach().to(dtype)
         sums[name] = int(bit_sum(tensor))
         # On a CPU a file is written from the tensor's memory as a numpy array. Torch then refuses to free the storage,
-        # which FSDP does with gathered weights.
-        return tensor.clone() if tensor.device.type == "cpu" else tensor
+        # which FSDP does with the weights that it has gathered.
+        return tensor.clone() if tensor.device.type == "cpu" and not weights.gathers else tensor
 
     try:
         write_model(folder, shapes, dtype, with_checksum)
     except OSError as error:
         raise unwritten(folder, error, f"name another {FOLDER_KEY}") from error
+    finally:
+        if weights.gathers:
+            # After an error the other ranks still wait in the remaining gathers.
+            deque(tensors, maxlen=0)
     return PushedWeights(sorted(folder.glob("*.safetensors")), list(shapes), [sums[name] for name in shapes])
+
+
+class KeptFiles:
+    """The files of the last push, for further servers and for a server that restarts during generation: the ranks can
+    gather sharded weights only at the start of a step."""
+
+    def __init__(self) -> None:
+        self.version: str | None = None
+        self.bytes = 0
+        self.pushed = PushedWeights([], [], [])
+        self._folder = ExitStack()
+
+    def write(
+        self, version: str, folder: AbstractContextManager[Path], weights: WeightSource, dtype: torch.dtype
+    ) -> None:
+        """Replaces the files by those of a later version."""
+        self.remove()
+        self.pushed = write_weights(self._folder.enter_context(folder), weights, dtype)
+        self.version, self.bytes = version, weights.bytes_in(dtype)
+
+    def remove(self) -> None:
+        self.version = None
+        self._folder.close()
 
 
 def write_adapter(folder: Path, model: Any) -> None:
