@@ -310,6 +310,17 @@ def test_the_plugin_needs_nothing_of_lockstep() -> None:
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PLUGIN)}, check=True)
 
 
+def test_another_python_gets_the_packages_of_cann_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", "/opt/cann")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/own", "/opt/cann/python/site-packages", ""]))
+    other = RolloutSettings.model_validate({"server": {"python": "/opt/vllm/bin/python", "env": {"PYTHONPATH": "/x"}}})
+    wanted = os.pathsep.join(["plugin", "/x", "/opt/cann/python/site-packages"])
+    assert process._python_path({"PYTHONPATH": "plugin"}, other) == wanted
+    assert process._python_path({}, RolloutSettings()) == os.environ["PYTHONPATH"]
+    monkeypatch.delenv("ASCEND_TOOLKIT_HOME")
+    assert process._python_path({}, other) == "/x"
+
+
 def test_the_server_sees_the_plugin_and_the_flags() -> None:
     start = ServerStart(sys.executable, "folder", "bf16", "127.0.0.1", 8000, 2, ServerNeeds("cpu", sleep=True))
     assert Vllm().environment(start)["PYTHONPATH"] == str(PLUGIN)

@@ -260,9 +260,12 @@ def _machine() -> tuple[str, str, str]:
 
 
 def _python_path(engine_env: dict[str, str], settings: RolloutSettings) -> str:
-    """Joins up to three values of PYTHONPATH: the value that the server adapter needs, the value in the recipe and, if
-    the server uses the run's Python, the value of the run."""
-    inherited = os.environ.get("PYTHONPATH", "") if settings.server.python is None else ""
+    """Joins up to three values of PYTHONPATH: the value that the server adapter needs, the value in the recipe and the
+    value of the run. A server with another Python gets only the packages of CANN of the last."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    if settings.server.python is not None:
+        cann = tuple(os.environ[name] for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if os.environ.get(name))
+        inherited = os.pathsep.join(entry for entry in inherited.split(os.pathsep) if entry.startswith(cann))
     return os.pathsep.join(
         filter(None, [engine_env.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited])
     )
