@@ -113,8 +113,9 @@ def interval(values: Sequence[float]) -> float:
     return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-def svg(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str) -> str:
-    """The mean accuracy of each method over generated responses, with the runs as thin lines."""
+def svg(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str, budget: int) -> str:
+    """The mean accuracy of each method over generated responses, with the runs as thin lines, and the budget at which
+    the methods are compared."""
     width, height, left, bottom, top = 720, 360, 44, 36, 40
     points = [point for runs in curves.values() for run in runs for point in run]
     most, high = max(x for x, _ in points), max(y for _, y in points)
@@ -139,8 +140,15 @@ def svg(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str)
         ]
         lines.append(line(mean, COLORS[method], 2.2))
         words.append((left + 120 * number, 32, COLORS[method], method))
-    words += [(left, height - 12, "#222", "0"), (width - 170, height - 12, "#222", f"{most:,} generated responses")]
+    words.append((left, height - 12, "#222", "0"))
     texts = "".join(f'<text x="{x}" y="{y}" fill="{color}">{text}</text>' for x, y, color, text in words)
+    ends = f'y="{height - 12}" text-anchor="end" fill="#222"'
+    texts += f'<text x="{width - 12}" {ends}>{most:,} generated responses</text>'
+    if budget < most:
+        x = left + budget / most * (width - left - 12)
+        mark = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}" stroke="#999" stroke-dasharray="4"'
+        lines.append(f"<line {mark}/>")
+        texts += f'<text x="{x:.1f}" {ends}>{budget:,} (table)</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="12"><rect width="{width}" height="{height}" fill="#fff"/>{"".join(lines)}{texts}</svg>\n'
@@ -198,7 +206,9 @@ def main() -> None:
         )
     write_record(record, str(args.out))
     if args.svg:
-        args.svg.write_text(svg(curves, f"accuracy on held-out questions, {args.seeds} seeds"), encoding="utf-8")
+        args.svg.write_text(
+            svg(curves, f"accuracy on held-out questions, {args.seeds} seeds", budget), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":
