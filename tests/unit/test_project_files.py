@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hang import wait_until
+from hang import HANG, wait_until
 from lockstep.recipe import load_recipe
 from lockstep.rollout.servers.adapter import ServerNeeds
 from lockstep.rollout.servers.vllm import Vllm
@@ -66,7 +66,7 @@ def test_a_signal_during_the_doctor_ends_the_container(tmp_path: Path, number: i
     with subprocess.Popen(["sh", str(DOCKER / "entrypoint.sh"), "train"], env=settings) as entry:
         wait_until(said.exists)
         entry.send_signal(number)
-        assert entry.wait(60) == ends
+        assert entry.wait(HANG) == ends
     wait_until(lambda: not Path(f"/proc/{said.read_text().strip()}").exists())
 
 

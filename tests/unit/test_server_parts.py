@@ -17,6 +17,7 @@ import torch
 
 from hang import wait_until
 from lockstep.device.cpu import Cpu
+from lockstep.device.npu import Npu
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
@@ -315,10 +316,10 @@ def test_another_python_gets_the_packages_of_cann_alone(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/own", "/opt/cann/python/site-packages", ""]))
     other = RolloutSettings.model_validate({"server": {"python": "/opt/vllm/bin/python", "env": {"PYTHONPATH": "/x"}}})
     wanted = os.pathsep.join(["plugin", "/x", "/opt/cann/python/site-packages"])
-    assert process._python_path({"PYTHONPATH": "plugin"}, other) == wanted
-    assert process._python_path({}, RolloutSettings()) == os.environ["PYTHONPATH"]
+    assert process._python_path({"PYTHONPATH": "plugin"}, other, Npu()) == wanted
+    assert process._python_path({}, RolloutSettings(), Npu()) == os.environ["PYTHONPATH"]
     monkeypatch.delenv("ASCEND_TOOLKIT_HOME")
-    assert process._python_path({}, other) == "/x"
+    assert process._python_path({}, other, Npu()) == "/x"
 
 
 def test_the_server_sees_the_plugin_and_the_flags() -> None:

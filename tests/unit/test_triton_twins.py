@@ -37,7 +37,7 @@ LONG = {
     *("generating", "generating_engine", "generating_in_low_precision", "generating_models", "hooked", "models"),
     *("recurrent_models", "kept_by_recurrent_layers", "decoding", "linear_rules", "eight_bit_steps", "convolutions"),
     *("products_with_few_rows", "adamw", "drawing_tokens", "dequantizing", "grouped_experts", "value_sizes"),
-    *("grouped_norm_of_nemotron", "codes_of_training", "latents", "rows_of_logits"),
+    *("grouped_norm_of_nemotron", "codes_of_training", "latents", "rows_of_logits", "routers_of_models"),
     *("codes_of_norms", "codes_of_gated_rows", "layers_that_quantise"),
 }
 

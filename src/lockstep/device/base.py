@@ -37,6 +37,9 @@ class Device(ABC):
     """Name of the torch.distributed backend."""
     visible_variable: ClassVar[str | None]
     """Environment variable that selects the visible devices."""
+    package_variables: ClassVar[tuple[str, ...]] = ()
+    """Environment variables with folders of the vendor's Python packages, which every Python that uses the device needs
+    on its PYTHONPATH."""
     ray_resource: ClassVar[str | None] = None
     """Name of the device as a Ray resource, or None if Ray has no resource for it (CPU)."""
     fused_optimizer: ClassVar[bool]

@@ -133,6 +133,7 @@ class Npu(Accelerator):
     name = "npu"
     collective = "hccl"
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    package_variables = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
     ray_resource = "NPU"
     # torch_npu registers torch's fused AdamW for a learning rate that is a float, not for one that is a tensor.
     fused_optimizer = True

@@ -187,7 +187,7 @@ def start_server(
     devices = server.devices if engine is None else place.devices
     if devices is not None and device.visible_variable is not None:
         environment[device.visible_variable] = ",".join(map(str, devices))
-    environment["PYTHONPATH"] = _python_path(server_adapter.environment(arguments), settings)
+    environment["PYTHONPATH"] = _python_path(server_adapter.environment(arguments), settings, device)
     command, placed = server_adapter.command(arguments), None
     if engine is not None:
         file = "" if key_file is None else str(key_file)
@@ -259,13 +259,13 @@ def _machine() -> tuple[str, str, str]:
     )
 
 
-def _python_path(engine_env: dict[str, str], settings: RolloutSettings) -> str:
+def _python_path(engine_env: dict[str, str], settings: RolloutSettings, device: Device) -> str:
     """Joins up to three values of PYTHONPATH: the value that the server adapter needs, the value in the recipe and the
-    value of the run. A server with another Python gets only the packages of CANN of the last."""
+    value of the run. A server with another Python gets only the vendor's packages of the last."""
     inherited = os.environ.get("PYTHONPATH", "")
     if settings.server.python is not None:
-        cann = tuple(os.environ[name] for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if os.environ.get(name))
-        inherited = os.pathsep.join(entry for entry in inherited.split(os.pathsep) if entry.startswith(cann))
+        vendor = tuple(os.environ[name] for name in device.package_variables if os.environ.get(name))
+        inherited = os.pathsep.join(entry for entry in inherited.split(os.pathsep) if entry.startswith(vendor))
     return os.pathsep.join(
         filter(None, [engine_env.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited])
     )
