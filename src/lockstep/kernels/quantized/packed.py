@@ -91,7 +91,10 @@ def sharing(size: int, scales: int, block: int) -> int:
     if scales in (1, size):
         return size // scales
     if not block:
-        raise ValueError(f"config.json does not say how many of {size} rows or columns share one of {scales} scales")
+        raise ValueError(
+            f"config.json does not say how many of {size} rows or columns share one of {scales} scales; it belongs in "
+            "weight_block_size, group_size or config_groups of its quantization_config"
+        )
     if -(-size // block) != scales:
         raise ValueError(f"{size} rows or columns in blocks of {block} do not have {scales} scales")
     return block
