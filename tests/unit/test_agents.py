@@ -3,7 +3,7 @@ given texts, so that the rows are known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from agent_engines import END, FILE, marked, repeats, run, whole
 from hang import wait_until
 from lockstep.data.encode.builtin_templates import builtin_text
 from lockstep.environments.agents.agent_loop import AgentBatch, AgentEngine
-from lockstep.environments.agents.agent_server import AgentRequest, AgentServer
+from lockstep.environments.agents.agent_server import AgentRequest, AgentServer, AgentSession
 from lockstep.environments.agents.agent_setup import agent_setup
 from lockstep.environments.conversation import ChatFormat
 from lockstep.environments.host import EnvironmentHosts
@@ -264,24 +264,46 @@ def test_requests_at_once_stay_within_the_tokens_of_the_trajectory(
     assert found.metrics["refused_requests"] == 4 - turns
 
 
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[AgentRequest]:
+    """The requests that the server has posted, in the order of their arrival. Those that were abandoned are in it
+    twice."""
+    made, open_session = list[AgentRequest](), AgentServer.open
+
+    def opened(self: AgentServer, post: Callable[[AgentRequest], None]) -> AgentSession:
+        def record(request: AgentRequest) -> None:
+            post(request)
+            made.append(request)
+
+        return open_session(self, record)
+
+    monkeypatch.setattr(AgentServer, "open", opened)
+    return made
+
+
+@pytest.mark.parametrize("unseen", [False, True])
 def test_a_request_that_waits_for_tokens_can_be_abandoned(
-    once: Any, hosts: EnvironmentHosts, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    once: Any, tokenizer: Any, posted: list[AgentRequest], monkeypatch: pytest.MonkeyPatch, unseen: bool
 ) -> None:
-    """All three requests arrive during the first turn. One of the others is cancelled during the second turn."""
-    called, seen, handle = list[str](), list[AgentRequest](), AgentBatch.requested
+    """All three requests arrive during the first turn. One of the others is cancelled during the second turn. With
+    `unseen`, the loop gets the cancelled request only then."""
+    called, delayed, handle = list[str](), list[AgentRequest](), AgentBatch.requested
 
     def requested(self: AgentBatch, request: AgentRequest) -> None:
-        seen.append(request)
-        handle(self, request)
+        if unseen and request.spec.messages[0]["content"] == "c" and not request.gone:
+            delayed.append(request)
+            return
+        for one in [*delayed, request] if request.gone else [request]:
+            handle(self, one)
 
     monkeypatch.setattr(AgentBatch, "requested", requested)
 
     def say(request: Request, turn: int) -> str:
         called.append(repeats(tokenizer)(request, turn))
         if len(called) == 1:
-            wait_until(lambda: len(seen) + hosts.inbox.qsize() == 3)
+            wait_until(lambda: len(posted) == 3)
         if len(called) == 2:
-            wait_until(lambda: hosts.inbox.qsize() > 0 or any(one.gone for one in seen))
+            wait_until(lambda: len(posted) == 4)
         return called[-1]
 
     made = once(tokenizer, "impatient_crowd", say)
@@ -307,11 +329,11 @@ def test_a_limit_that_an_agent_does_not_handle(once: Any, tokenizer: Any) -> Non
 
 
 @pytest.mark.slow
-def test_a_turn_that_no_agent_got_is_not_trained(once: Any, hosts: EnvironmentHosts, tokenizer: Any) -> None:
+def test_a_turn_that_no_agent_got_is_not_trained(once: Any, posted: list[AgentRequest], tokenizer: Any) -> None:
     def say(request: Request, turn: int) -> str:
         text = repeats(tokenizer)(request, turn)
         if "slow" in text:
-            wait_until(lambda: hosts.inbox.qsize() > 0)  # the agent has disconnected
+            wait_until(lambda: any(one.gone for one in posted))
         return text
 
     made = once(tokenizer, "abandoned", say)

@@ -207,9 +207,10 @@ class AgentBatch(TrajectoryBatch):
         running = next((one for one in self.active if one.agent is request.session), None)
         if running is None:
             request.answer(ApiError(404, "the trajectory has ended", code="trajectory_ended"))
-        elif request.gone:
+        elif request.seen:
             self._abandon(running, request)
         else:
+            request.seen = True
             if request.spec.ignored(self.sampling):
                 running.run_counts["ignored_sampling"] += 1.0
             running.held.append(request)

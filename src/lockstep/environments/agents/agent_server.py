@@ -64,6 +64,9 @@ class AgentRequest:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[AgentAnswer]
     gone: bool = False
+    """Whether the agent has disconnected. The server then posts the request again."""
+    seen: bool = False
+    """Whether the loop has handled the request. The agent may disconnect earlier."""
     received: float = field(default_factory=time.monotonic)
 
     def answer(self, answer: AgentAnswer | ApiError) -> None:
