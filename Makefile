@@ -15,15 +15,18 @@ export PYTHONDONTWRITEBYTECODE =
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" lockstep quickstart
 
-# All parts run even if one fails. The linters run in parallel with the first tests; their output comes after them.
+# All parts run even if one fails. The linters run in parallel with the first tests; their output comes after them. So
+# does the installation for test-ascend, which reports its failures itself.
 # In a fresh clone all modules are compiled before the workers start, so that not every worker compiles them.
 test: $(VENV)/.test browser
 	@failed=; \
 	$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	VENV="$(VENV)" sh tools/test_ascend.sh prepare >/dev/null 2>&1 & ascend=$$!; \
 	test -d tests/unit/__pycache__ || $(BIN)/python -m pytest --collect-only -q >/dev/null 2>&1; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --durations=25 || failed="$$failed pytest"; \
 	wait $$lint || failed="$$failed lint"; \
 	cat $(VENV)/lint.log; \
+	wait $$ascend; \
 	$(MAKE) --no-print-directory test-ascend || failed="$$failed test-ascend"; \
 	test -z "$$failed" || { echo "make test: FAILED:$$failed"; exit 1; }
 

@@ -1,14 +1,15 @@
 #!/bin/sh
-# A newcomer's first hour, from the first word to a model that other programs load: own rows in the forms in which people
-# have them, SFT, DPO, GRPO with an own reward, the endpoint, the page, a comparison and the export. Offline, on the CPU,
-# with the tiny model. Every step is checked; the first that is not as it should be ends it.
+# The first hour of a new user: rows in the usual formats, SFT, DPO, GRPO with a reward function, the server, the page, a
+# comparison and the export. It runs offline on the CPU, with the tiny model. The first step that fails ends it.
 #
 #   sh tools/first_hour.sh [FOLDER]       a new folder; default: a temporary one, which is removed
 #   sh tools/first_hour.sh migration      scripts of verl and OpenRLHF, until their recipes train
 #   sh tools/first_hour.sh agents         an own environment, tool and agent, with the usual mistakes
+#   sh tools/first_hour.sh ascend         a first run on an NPU, and the proof that it trains like the CPU. On the
+#                                         emulator: sh tools/test_ascend.sh tests/ascend/test_first_hour.py
 set -eu
 hour=first
-case ${1-} in migration | agents) hour=$1; shift ;; esac
+case ${1-} in migration | agents | ascend) hour=$1; shift ;; esac
 here=$(cd "$(dirname "$0")" && pwd)
 if [ $# -gt 0 ]; then folder=$1; else folder=$(mktemp -d); kept=; fi
 mkdir -p "$folder"
@@ -209,6 +210,75 @@ END
     lockstep train guess.yaml run.name=endless rollout.environment=games.py:Endless 2>&1 | tee said.txt
     grep -q "a limit ends over half of the trajectories" said.txt
     grep -q "the reply was" runs/endless/rollout/*.log
+}
+
+ascend() {
+    # The environment of the emulator has no scripts.
+    lockstep() { python -m lockstep "$@"; }
+    lockstep tiny model
+    lockstep data arithmetic data --train-rows 64 --val-rows 8
+    cat >reward.py <<'END'
+def letters(data_source, solution_str, ground_truth, extra_info):
+    return len(set(solution_str)) / 20
+END
+    cat >my.yaml <<'END'
+method: grpo
+run: {name: my, steps: 8}
+model: {path: model}
+data: {train: data/train.parquet}
+batch: {prompts: 4}
+rollout: {n: 4, max_tokens: 16}
+reward: {function: "reward.py:letters"}
+optim: {lr: 1e-3}
+END
+    rows="model.path=model data.train=data/sft_train.parquet data.val=data/sft_val.parquet val.questions=null"
+    small="run.steps=8 optim.warmup=1"
+
+    say "1. the machine"
+    if [ -n "${LOCKSTEP_EMULATED:-}" ]; then
+        refused "CANN: not found -> install the CANN toolkit" python -m lockstep doctor --device npu
+    else
+        lockstep doctor --device npu
+    fi
+
+    say "2. a first run"
+    # shellcheck disable=SC2086
+    lockstep train sft-arithmetic device=npu $rows $small 2>&1 | tee said.txt
+    grep -q "device npu, as requested" said.txt
+    grep -q "npu_rms_norm" said.txt
+    lockstep generate runs/sft-arithmetic "What is 2 + 3?" --max-new-tokens 8
+
+    say "3. two devices"
+    # shellcheck disable=SC2086
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m lockstep train sft-arithmetic device=npu \
+        $rows $small run.name=two
+    lockstep compare runs/sft-arithmetic runs/two
+
+    say "4. the usual mistakes, and what is said"
+    # shellcheck disable=SC2086
+    refused "ASCEND_RT_VISIBLE_DEVICES='77' leaves no device visible" \
+        env ASCEND_RT_VISIBLE_DEVICES=77 python -m lockstep train sft-arithmetic device=npu $rows $small
+    refused "set the environment variable ASCEND_RT_VISIBLE_DEVICES=0" python -m lockstep train my.yaml device=npu:0
+    refused "did you mean npu?" python -m lockstep train my.yaml device=npus
+    refused "rollout.engine" python -m lockstep train my.yaml device=npu rollout.engine=vllm
+    refused "model.attention" python -m lockstep train my.yaml device=npu model.attention=triton
+
+    say "5. moving a recipe with proof: docs/to-ascend.md"
+    lockstep train my.yaml device=cpu run.name=trusted tape=true tape.every=3
+    for number in 1 2 3; do lockstep train my.yaml device=cpu run.name=again-$number; done
+    lockstep train my.yaml device=npu --smoke
+    lockstep replay runs/trusted --device npu --checklist
+    lockstep replay runs/trusted --device npu
+    lockstep train my.yaml device=npu run.name=on-npu
+    lockstep compare runs/trusted runs/on-npu --repeat runs/again-1 --repeat runs/again-2 --repeat runs/again-3
+
+    say "6. another reward function on the new machine is found"
+    sed -i 's,/ 20,/ 21,' reward.py
+    code=0
+    lockstep replay runs/trusted --device npu >said.txt 2>&1 || code=$?
+    cat said.txt
+    [ "$code" = 1 ]
+    grep -q "reward" said.txt
 }
 
 if [ "$hour" != first ]; then

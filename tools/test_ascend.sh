@@ -1,7 +1,8 @@
 #!/bin/sh
 # The tests of the Ascend paths: the real torch_npu wheel on an emulated CANN (tools/ascend_emulator), on any CPU.
 # Arguments go to pytest: sh tools/test_ascend.sh tests/ascend/test_emulator_api.py -k memory
-# Without any, all but the slow ones run; `sh tools/test_ascend.sh tests/ascend -m slow` runs those.
+# Without any, all but the slow ones run; `sh tools/test_ascend.sh tests/ascend -m slow` runs those. `prepare` installs
+# and builds, and runs no test.
 #
 # It has an environment of its own: where torch_npu is installed and CANN is not, a plain `import torch` fails. All but
 # torch_npu is found in the other one (VENV, made by `make test-ascend`).
@@ -35,6 +36,7 @@ fi
 
 # From here on nothing is skipped: what does not build or does not pass is a failure of the project.
 "$venv/bin/python" tools/ascend_emulator build
+[ "${1:-}" != prepare ] || exit 0
 [ $# -gt 0 ] || set -- tests/ascend -m "not slow"
 OMP_NUM_THREADS=1 exec "$venv/bin/python" tools/ascend_emulator run -m pytest -p no:cacheprovider \
     -n "$workers" --dist loadgroup "$@"

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from hang import HANG
-
-SCRIPT = Path(__file__).parents[2] / "tools" / "first_hour.sh"
+from first_hours import run_hour
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hour", ["first", "migration", "agents"])
 def test_the_first_hour(tmp_path: Path, hour: str) -> None:
-    # Cold, as a newcomer's is: a warm interpreter has lockstep loaded, which the export must do without.
-    own = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["sh", SCRIPT, *([] if hour == "first" else [hour]), tmp_path / "hour"],
-        env={**os.environ, "PATH": own, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=4 * HANG,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    assert (
-        done.stdout.rstrip()
-        .splitlines()[-1]
-        .startswith(f"== the {'first hour' if hour == 'first' else f'hour of {hour}'} is over")
-    )
+    run_hour(hour, tmp_path / "hour")

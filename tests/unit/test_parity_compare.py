@@ -419,7 +419,7 @@ def test_offline_throughput_and_devices() -> None:
     assert got.matched_ratio == pytest.approx(0.5)  # a device's, as perf/throughput is
     assert [(phase.name, phase.ratio) for phase in got.phases] == [("update", pytest.approx(0.5))]
     (warning,) = got.warnings
-    assert warning.startswith("A uses 1 devices and B uses 2")
+    assert warning.startswith("A has 1 device(s) and B has 2")
 
 
 def test_metrics_missing_for_a_ratio_are_reported() -> None:

@@ -51,7 +51,7 @@ def throughput(a: Log, b: Log) -> Throughput:
     rates = _first_rates(a, b, warnings)
     devices = (devices_of(a), devices_of(b))
     if devices[0] != devices[1]:
-        warnings.append(f"A uses {devices[0]} devices and B uses {devices[1]}: all rates are per device")
+        warnings.append(f"A has {devices[0]} device(s) and B has {devices[1]}: all rates are per device")
     length = RESPONSE if _both(a, b, RESPONSE) else ROW_TOKENS
     tokens = ALL_TOKENS if length == RESPONSE else ROW_TOKENS
     measured = _common_steps(a, b, [length, tokens, STEP])
