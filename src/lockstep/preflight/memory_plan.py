@@ -44,6 +44,7 @@ from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.state_plan import LEAST, plan_states
+from lockstep.rollout.servers.adapter import BUCKET_BYTES
 
 # Device bytes per parameter while an offloaded optimizer updates it: master weight, two moments and gradient in fp32.
 UPDATED_BYTES = 16
@@ -421,8 +422,10 @@ def _with_online_parts(
 ) -> MemoryPlan:
     """Adds the memory that only online runs need: a critic with its optimizer, the KV cache and a prefill pass.
 
-    `gathered` is the bytes of the policy's weights on a device during generation.
+    `gathered` is the bytes of the policy's weights on a device during generation. A server has memory of its own; the
+    run only sends weights to it.
     """
+    served = ENGINES[recipe.rollout.engine].served
     size = DTYPES[recipe.model.dtype].itemsize
     has_critic = estimator_row(recipe.algorithm.advantage).critic
     # If the model has a LoRA adapter, the critic trains an adapter and its value head.
@@ -440,7 +443,7 @@ def _with_online_parts(
     token += route_bytes(config) if recipe.algorithm.routing_replay == "rollout" else 0
     slot = state_bytes(config, DTYPES[recipe.model.dtype])
     states = plan_states(slot, math.inf, sequences, recipe.rollout.n, "memory").bytes
-    cached = sequences * engine.longest * token + states
+    cached = 0 if served else sequences * engine.longest * token + states
     block = recipe.rollout.block_tokens
     least = Scheduler.least_blocks(engine.longest, block) * block * token + LEAST * slot
     cache = engine.cache(recipe, cached, least)
@@ -460,9 +463,20 @@ def _with_online_parts(
     prefilled = min(engine.prefill_tokens, prompts)
     passes = prefill_bytes(text_config(config), prefilled, size)
     passes += selection_bytes(config, prefilled, engine.longest, size, masks=2) + engine.workspace
+    if served:
+        passes, gathered = 0, _sent_weights(plan, recipe, shards, gathered, counted)
     generation = Phase("generation", gathered + beside + engine.view, 0, standing.optimizer, cache + passes)
     stored = plan.checkpoint_bytes + own
     return replace(plan, phases=(*phases, generation), checkpoint_bytes=stored, cache=cache, wanted_cache=cached)
+
+
+def _sent_weights(plan: MemoryPlan, recipe: Recipe, shards: int, gathered: int, counted: Counted) -> int:
+    """Returns the bytes of the policy's weights on a device while they are sent to a server: the shards, the bucket
+    that is sent and the next one. Shared memory needs all weights."""
+    if shards == 1 or recipe.rollout.weight_sync == "memory":
+        return gathered
+    bucket = max(counted.largest * DTYPES[recipe.model.dtype].itemsize, BUCKET_BYTES)
+    return min(gathered, plan.weight_bytes // shards + 2 * bucket)
 
 
 def on_device(recipe: Recipe, memory: int, plan_of: Callable[[int | None], MemoryPlan]) -> MemoryPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,21 @@ def adapter_weights(model: Any, state: Mapping[str, torch.Tensor] | None = None)
     return found
 
 
-def save_adapter(model: Any, folder: Path, base: str | None = None, *, plain: bool = False) -> None:
-    """Writes the trained adapter as a PEFT folder. `base` is the name of the base model in its config.
+def adapter_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Returns the matrices of the LoRA adapters among the parameters of a model."""
+    return ((name, one) for name, one in parameters if ".lora_A." in name or ".lora_B." in name)
+
+
+def save_adapter(
+    model: Any,
+    folder: Path,
+    base: str | None = None,
+    *,
+    plain: bool = False,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Writes the trained adapter as a PEFT folder. `base` is the name of the base model in its config. `state` has the
+    weights of the adapter, if these are not the model's current parameters.
 
     A PiSSA adapter is converted to a LoRA adapter of the base model with twice the rank, as PEFT's option
     `path_initial_model_for_weight_conversion` does. With `plain`, a rank-stabilised adapter is written with the scale
@@ -40,9 +53,10 @@ def save_adapter(model: Any, folder: Path, base: str | None = None, *, plain: bo
     if base is not None:
         config.base_model_name_or_path = base
     config.inference_mode, config.init_lora_weights = True, True
-    weights = adapter_weights(model)
+    state = model.state_dict() if state is None else state
+    weights = adapter_weights(model, state)
     if has_initial(model):
-        weights = _with_initial(model, weights)
+        weights = _with_initial(model, weights, state)
         config.r, config.lora_alpha = 2 * config.r, config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
         config.rank_pattern = {name: 2 * rank for name, rank in (config.rank_pattern or {}).items()}
         config.alpha_pattern = {name: 2 * alpha for name, alpha in (config.alpha_pattern or {}).items()}
@@ -68,9 +82,11 @@ def has_initial(model: nn.Module) -> bool:
     return any(INITIAL in layer.r for _, layer in lora_layers(model))
 
 
-def _with_initial(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_initial(
+    model: Any, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Returns the weights of both adapters as one adapter: A above A0, and B beside -B0."""
-    state, found = model.state_dict(), dict(weights)
+    found = dict(weights)
     for name, _ in lora_layers(model):
         for kind, dimension in (("lora_A", 0), ("lora_B", 1)):
             initial = state[f"{name}.{kind}.{INITIAL}.weight"]

@@ -141,7 +141,9 @@ class PushedWeights:
     files: Sequence[Path]
     names: Sequence[str]
     sums: Sequence[int]
-    """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`), in the order of `names`."""
+    """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`), in the order of `names`. An adapter has
+    none."""
+    bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -185,10 +185,14 @@ class Fleet:
             try:
                 answer = await self.sample(server, wanted)
             except ServerFailed as error:
-                if not error.lost:
-                    events_queue.put(error)
-                    return
                 why = str(error)
+                if not error.lost:
+                    # A server that was restarted does not know the adapter.
+                    other = "" if wanted.adapter is None else await self._other_version(server)
+                    if not other:
+                        events_queue.put(error)
+                        return
+                    why = other
                 self._lose(server, why, events_queue)
                 continue
             finally:
@@ -199,7 +203,7 @@ class Fleet:
                 await asyncio.sleep(_HEALTH_PAUSE)
                 continue
             if answer.version is not None and answer.version != self.version:
-                why = f"its weights have version {answer.version}, not {self.version}: the server was restarted"
+                why = self._restarted(answer.version)
                 self._lose(server, why, events_queue)
                 continue
             events_queue.put(Done(number, answer))
@@ -207,6 +211,18 @@ class Fleet:
         events_queue.put(
             ServerFailed(f"a response was requested {TRIES} times without success; last error: {why}", lost=True)
         )
+
+    async def _other_version(self, server: Server) -> str:
+        """Returns a message if the server has other weights than those of this run, or an empty string."""
+        loop = asyncio.get_running_loop()
+        try:
+            version = await loop.run_in_executor(None, self.server_adapter.version, server.client)
+        except ServerFailed as error:
+            return str(error) if error.lost else ""
+        return "" if version == self.version else self._restarted(version)
+
+    def _restarted(self, version: str) -> str:
+        return f"its weights have version {version}, not {self.version}: the server was restarted"
 
     async def sample(self, server: Server, wanted: WantedSample) -> Answer:
         """Sends one request to one server and validates the answer."""

@@ -15,8 +15,9 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import LostProcess, Refusal
+from lockstep.model.adapters.peft_folder import adapter_parameters
 from lockstep.parallel.sharding import reshard
-from lockstep.rollout.servers.adapter import Answer, Placed, ServerFailed, WantedSample
+from lockstep.rollout.servers.adapter import Answer, Placed, PushedWeights, ServerFailed, WantedSample
 from lockstep.rollout.servers.fleet import Server
 from lockstep.rollout.servers.server_manager import POLL_SECONDS, RESUME_REMEDY, ServerManager, refusal_kind
 from lockstep.rollout.servers.weight_check import (
@@ -75,7 +76,7 @@ class WeightSync:
         self._truncation_checked = False
         self._links: dict[tuple[str, ...], WeightLink] = {}
         """The process groups, keyed by the addresses of their servers."""
-        self.streams = self.world.size > 1 and manager.lora_rank is None and not self.by_memory
+        self.streams = self.world.size > 1 and not self.by_memory
         """Whether pushes gather the sharded weights tensor by tensor. Otherwise they are gathered before."""
         self._kept = KeptFiles()
         self._last_check: CheckResult | None = None
@@ -85,10 +86,13 @@ class WeightSync:
         """Bytes that the last sync sent, summed over its pushes. A broadcast to several servers counts once."""
 
     def source(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightSource:
-        """Returns the weights to send. `parameters` are shards if `streams`, else full tensors."""
+        """Returns the weights to send: with LoRA only those of the adapter. `parameters` are shards if `streams`, else
+        full tensors."""
         if self.streams:
             # Before the parameters are listed: the root may still have full ones, whose memory would be freed later.
             reshard(self.policy)
+        if self.manager.lora_rank is not None:
+            parameters = adapter_parameters(parameters)
         device = self.device.torch_device(self.world.local_rank) if self.streams else None
         return WeightSource(self.policy, parameters, self._names, device, lambda: self._lead(GatherWeights()))
 
@@ -293,7 +297,7 @@ class WeightSync:
         assert self.bounds is not None
         self._push([server], None)
         self.checked.pop(server.client.address, None)
-        answers = self._answers(server, check_requests(self.policy, None))
+        answers = self._answers(server, check_requests(self.policy, self.adapter))
         self._refuse_check(server, why_not_repeated(answers, self._last_check, self.bounds))
         server.up, server.why, server.starts = True, "", 0
 
@@ -349,10 +353,9 @@ class WeightSync:
         if weights is None or (self.streams and not self.by_collective):
             if weights is not None and self._kept.version != self.fleet.version:
                 with self._timed("prepare"):
-                    self._kept.write(self.fleet.version, self._folder(), weights, self.dtype)
-            self.sent_bytes += self._kept.bytes
+                    self._kept.write(self.fleet.version, self._folder(), partial(self._write, weights=weights))
             (server,) = servers
-            yield partial(self.server_adapter.push, server.client, self._kept.pushed)
+            yield self._push_files(server, self._kept.pushed)
             return
         if self.by_collective:
             with self._timed("prepare"):
@@ -383,24 +386,34 @@ class WeightSync:
                 stack.close()
 
     def _prepare_files(self, folder: Path, server: Server, weights: WeightSource) -> Callable[[], None]:
-        """Prepares a push by files or shared memory. LoRA adapters are always sent by files."""
-        if self.adapter is not None:
-            write_adapter(folder, self.policy.model)
-            return partial(self.server_adapter.load_adapter, server.client, self.adapter, folder)
-        self.sent_bytes += weights.bytes_in(self.dtype)
+        """Prepares a push by files or shared memory."""
         if self.by_memory:
             try:
                 placed = self._memory.placed(list(weights), self.dtype, folder)
                 return partial(self._push_memory, folder, server, weights, placed)
             except Unopened as error:
                 self._fall_back_to_files(str(error))
-        return partial(self.server_adapter.push, server.client, write_weights(folder, weights, self.dtype))
+        return self._push_files(server, self._write(folder, weights))
+
+    def _write(self, folder: Path, weights: WeightSource) -> PushedWeights:
+        """Writes the weights to files. LoRA adapters are always sent by files."""
+        if self.adapter is not None:
+            return write_adapter(folder, self.policy.model, weights)
+        return write_weights(folder, weights, self.dtype)
+
+    def _push_files(self, server: Server, pushed: PushedWeights) -> Callable[[], None]:
+        self.sent_bytes += pushed.bytes
+        if self.adapter is not None:
+            return partial(self.server_adapter.load_adapter, server.client, self.adapter, pushed.files[0].parent)
+        return partial(self.server_adapter.push, server.client, pushed)
 
     def _push_memory(self, folder: Path, server: Server, weights: WeightSource, placed: Placed) -> None:
         unopened = self.server_adapter.take(server.client, placed)
         if unopened is not None:
             self._fall_back_to_files(f"the server cannot map the run's memory: {unopened}")
             self._prepare_files(folder, server, weights)()
+        else:
+            self.sent_bytes += weights.bytes_in(self.dtype)
 
     def _fall_back_to_files(self, why: str) -> None:
         """Warns and sends weights by files from now on; raises `ServerFailed` if the recipe sets `rollout.weight_sync:

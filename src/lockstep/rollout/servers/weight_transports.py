@@ -84,7 +84,8 @@ def write_weights(folder: Path, weights: WeightSource, dtype: torch.dtype) -> Pu
         if weights.gathers:
             # After an error the other ranks still wait in the remaining gathers.
             deque(tensors, maxlen=0)
-    return PushedWeights(sorted(folder.glob("*.safetensors")), list(shapes), [sums[name] for name in shapes])
+    files = sorted(folder.glob("*.safetensors"))
+    return PushedWeights(files, list(shapes), [sums[name] for name in shapes], weights.bytes_in(dtype))
 
 
 class KeptFiles:
@@ -93,29 +94,30 @@ class KeptFiles:
 
     def __init__(self) -> None:
         self.version: str | None = None
-        self.bytes = 0
         self.pushed = PushedWeights([], [], [])
         self._folder = ExitStack()
 
-    def write(
-        self, version: str, folder: AbstractContextManager[Path], weights: WeightSource, dtype: torch.dtype
-    ) -> None:
+    def write(self, version: str, folder: AbstractContextManager[Path], write: Callable[[Path], PushedWeights]) -> None:
         """Replaces the files by those of a later version."""
         self.remove()
-        self.pushed = write_weights(self._folder.enter_context(folder), weights, dtype)
-        self.version, self.bytes = version, weights.bytes_in(dtype)
+        self.pushed = write(self._folder.enter_context(folder))
+        self.version = version
 
     def remove(self) -> None:
         self.version = None
         self._folder.close()
 
 
-def write_adapter(folder: Path, model: Any) -> None:
-    """Writes the LoRA adapter as a PEFT folder."""
+def write_adapter(folder: Path, model: Any, weights: WeightSource) -> PushedWeights:
+    """Writes the LoRA adapter as a PEFT folder. `weights` are those of the adapter."""
+    state = {name: tensor.detach().cpu() for name, tensor in weights}
     try:
-        save_adapter(model, folder, plain=True)
+        save_adapter(model, folder, plain=True, state=state)
     except OSError as error:
         raise unwritten(folder, error, f"name another {FOLDER_KEY}") from error
+    return PushedWeights(
+        sorted(folder.glob("*.safetensors")), list(state), [], sum(one.nbytes for one in state.values())
+    )
 
 
 def _default_parent() -> Path:

@@ -1,10 +1,10 @@
-"""Weights that are sharded over ranks, with divided experts, go to servers in buckets or in files, under the names of
-the model's files. A server that is restarted while the ranks generate gets the last ones again."""
+"""Weights that are sharded over ranks, with divided experts or a LoRA adapter, go to servers in buckets or in files,
+under the names of the model's files. A server that is restarted while the ranks generate gets the last ones again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from commands import torchrun
@@ -85,9 +86,38 @@ def test_two_servers_have_the_weights_of_two_ranks(
         assert steps[step]["timing_s/weight_push"] > 0
 
 
+RANK, ALPHA = 4, 8
+LORA = (f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}", "model.lora.targets=[q_proj, o_proj]", "optim.lr=1e-2")
+LORA_FLAGS = ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-target-modules", "all")
+
+
+def test_a_server_has_the_adapter_of_two_ranks(tmp_path: Path, model: Path) -> None:
+    recipe = write_online_recipe(tmp_path, model)
+    common = [f"run.steps={STEPS}", "checkpoint.every=1", "run.export=false", "log.samples=99", *LORA]
+    with serving(model, *FLAGS, *LORA_FLAGS) as server:
+        served = ["rollout.engine=sglang", f"rollout.url={server.url}", "rollout.weight_sync=files"]
+        done = torchrun("train", recipe, *common, *served)
+        assert done.returncode == 0, done.stdout + done.stderr
+        trained = {name: one for name, one in stored(tmp_path / "runs" / "run", STEPS - 1).items() if "lora_" in name}
+        assert len(trained) == 8
+        (adapted,) = server.engine.adapted.values()
+        served_weights, base = dict(adapted.named_parameters()), load_file(model / "model.safetensors")
+        for name in [name for name in base if "q_proj" in name or "o_proj" in name]:
+            lora_a, lora_b = (
+                trained[f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.default.weight"] for side in "AB"
+            )
+            change = ALPHA / RANK * (lora_b @ lora_a)
+            assert change.abs().max() > 1e-3
+            assert torch.allclose(served_weights[name], base[name] + change, atol=1e-6)
+        assert not [path for path, _ in server.engine.asked if path == "/update_weights_from_disk"]
+    steps = dict(read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl"))
+    assert steps[2]["perf/weight_sync_bytes"] == sum(one.nbytes for one in trained.values())
+
+
 @dataclass
 class Restart:
-    """Restarts a server at the first response of the second step: it has the weights of its folder again."""
+    """Restarts a server at the first response of the second step: it has the weights of its folder again, and no
+    adapter."""
 
     server: Server
     steps: set[str] = field(default_factory=set)
@@ -98,11 +128,19 @@ class Restart:
 
     def __post_init__(self) -> None:
         engine = self.server.engine
-        self._generate, self._update = engine.generate, engine.update_weights_from_disk
-        engine.generate, engine.update_weights_from_disk = self.generate, self.update  # type: ignore[method-assign]
+        self._generate, self._update, self._load = (
+            engine.generate,
+            engine.update_weights_from_disk,
+            engine.load_lora_adapter,
+        )
+        engine.generate = self.generate  # type: ignore[method-assign]
+        engine.update_weights_from_disk = self.update  # type: ignore[method-assign]
+        engine.load_lora_adapter = self.load  # type: ignore[method-assign]
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        return {name: one.detach().clone() for name, one in self.server.engine.model.named_parameters()}
+        engine = self.server.engine
+        (model,) = engine.adapted.values() if engine.adapted else (engine.model,)
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
 
     def generate(self, body: Any) -> Any:
         engine = self.server.engine
@@ -114,20 +152,32 @@ class Restart:
                 engine.model = AutoModelForCausalLM.from_pretrained(engine.args.model_path, dtype=torch.float32).eval()
                 engine.version = engine.args.weight_version
                 engine.prefixes.clear()
+                engine.adapters.clear()
+                engine.adapted.clear()
         return self._generate(body)
 
     def update(self, body: Any) -> Any:
-        answer = self._update(body)
+        return self._seen(self._update(body))
+
+    def load(self, body: Any) -> Any:
+        return self._seen(self._load(body))
+
+    def _seen(self, answer: Any) -> Any:
         if self.lost is not None and self.found is None:
             self.found = self._weights()
         return answer
 
 
-def test_a_server_that_restarts_while_ranks_generate_gets_the_last_weights(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "flags"), [(["parallel.expert_parallel=2"], ()), (LORA, LORA_FLAGS)], ids=["all weights", "adapter"]
+)
+def test_a_server_that_restarts_while_ranks_generate_gets_the_last_weights(
+    tmp_path: Path, model: Path, words: Sequence[str], flags: Sequence[str]
+) -> None:
     recipe = write_online_recipe(tmp_path, model)
-    common = ["run.steps=2", "run.export=false", "parallel.expert_parallel=2", "log.samples=99"]
+    common = ["run.steps=2", "run.export=false", "log.samples=99", *words]
     for name in ("undisturbed", "restarted"):
-        with serving(model, *FLAGS) as server:
+        with serving(model, *FLAGS, *flags) as server:
             restart = Restart(server) if name == "restarted" else None
             served = ["rollout.engine=sglang", f"rollout.url={server.url}", "rollout.weight_sync=files"]
             done = torchrun("train", recipe, f"run.name={name}", *common, *served)
