@@ -260,14 +260,16 @@ def bf16_logprobs(scene: Scene) -> None:
 
 def scaled_head(factor: float) -> Inject:
     def inject(scene: Scene) -> None:
-        class Head:
+        embedding = scene.module("model.embed_tokens")
+
+        class Head(torch.nn.Module):
             bias = None
 
             @property
             def weight(self) -> torch.Tensor:
-                return factor * scene.module("model.embed_tokens").weight
+                return factor * embedding.weight
 
-        wrap(scene.policy.causal_lm, "get_output_embeddings", lambda original: Head())
+        scene.policy.causal_lm.lm_head = Head()
 
     return inject
 
