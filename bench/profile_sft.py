@@ -9,6 +9,7 @@ import argparse
 import random
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +28,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of all linear layers")
+    parser.add_argument("--experts", action="store_true", help="with --lora: adapters of attention and of the experts")
+    parser.add_argument("--no-masters", action="store_true", help="bf16 weights alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = select(args.device)
@@ -34,7 +38,8 @@ def main() -> None:
     pool = [[draw.randrange(SHAPES[args.shape].vocabulary) for _ in range(args.length)] for _ in range(args.rows)]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.shape, device.name)
-        side = Ours(Work(device, folder, "bf16", True, args.rows, args.tokens, Optim(lr=1e-5), pool=pool))
+        work = Work(device, folder, "bf16", not args.no_masters, args.rows, args.tokens, Optim(lr=1e-5), pool=pool)
+        side = Ours(replace(work, lora=args.lora, experts=args.experts))
     for _ in range(3):
         side.train_pass()
     lines = [_parts(side)]
