@@ -166,21 +166,22 @@ def test_masters_and_shards() -> None:
     assert phase(plan, "generation").weights == 2 * PARAMETERS + 2 * 2 * PARAMETERS // 2
 
 
-def test_a_server_has_a_cache_of_its_own_and_gets_the_weights_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several devices keep their shards while they send the weights, with the bucket that is sent and the next one."""
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 20_000)
+def test_a_server_has_a_cache_of_its_own_and_gets_the_weights_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several devices keep their shards while they send the weights, with a tensor, or two buckets for a broadcast."""
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 40_000)
     largest = 64 * 128 * 4
 
     def planned(devices: int, **more: Any) -> Phase:
         return phase(memory(devices, method="dr_grpo", rollout__engine="vllm", **more), "generation")
 
     assert planned(1).weights == 4 * PARAMETERS
-    assert planned(16).weights == 4 * PARAMETERS // 16 + 2 * largest
+    assert planned(16).weights == 4 * PARAMETERS // 16 + largest
+    assert planned(16, rollout__weight_sync="collective").weights == 4 * PARAMETERS // 16 + 2 * 40_000
     assert planned(16, rollout__weight_sync="memory").weights == 4 * PARAMETERS
-    # An adapter of rank 4: its matrices are smaller than a bucket.
+    # An adapter of rank 4: of its matrices, those of the feed-forward are the largest.
     adapters = 2 * 4 * (4 * 64 + 2 * (64 + 32) + 3 * (64 + 128))
     adapter = planned(16, model__lora=Lora(rank=4)).weights
-    assert adapter == pytest.approx(4 * (PARAMETERS + adapters) // 16 + 2 * 20_000, abs=16)
+    assert adapter == pytest.approx(4 * (PARAMETERS + adapters) // 16 + 4 * 4 * 128, abs=16)
     assert planned(1).activations == planned(16).activations == 0
     assert phase(memory(16, method="dr_grpo"), "generation").weights == 4 * PARAMETERS
 

@@ -45,6 +45,7 @@ from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.rollout.native.state_plan import LEAST, plan_states
 from lockstep.rollout.servers.adapter import BUCKET_BYTES
+from lockstep.rollout.servers.weight_transports import by_collective
 
 # Device bytes per parameter while an offloaded optimizer updates it: master weight, two moments and gradient in fp32.
 UPDATED_BYTES = 16
@@ -471,12 +472,14 @@ def _with_online_parts(
 
 
 def _sent_weights(plan: MemoryPlan, recipe: Recipe, shards: int, gathered: int, counted: Counted) -> int:
-    """Returns the bytes of the policy's weights on a device while they are sent to a server: the shards, the bucket
-    that is sent and the next one. Shared memory needs all weights."""
+    """Returns the bytes of the policy's weights on a device while they are sent to a server: the shards and what is
+    gathered at a time, a tensor for files, and two buckets for a broadcast. Shared memory needs all weights."""
     if shards == 1 or recipe.rollout.weight_sync == "memory":
         return gathered
-    bucket = max(counted.largest * DTYPES[recipe.model.dtype].itemsize, BUCKET_BYTES)
-    return min(gathered, plan.weight_bytes // shards + 2 * bucket)
+    at_once = counted.largest * DTYPES[recipe.model.dtype].itemsize
+    if by_collective(recipe.rollout, adapter=recipe.model.lora is not None):
+        at_once = 2 * max(at_once, BUCKET_BYTES)
+    return min(gathered, plan.weight_bytes // shards + at_once)
 
 
 def on_device(recipe: Recipe, memory: int, plan_of: Callable[[int | None], MemoryPlan]) -> MemoryPlan:
