@@ -139,6 +139,8 @@ def main() -> None:
     kind = DEVICES[words.device]()
     tensors = made(int(words.parameters), kind.torch_device(0))
     size = sum(map(checkpoints.bytes_of, tensors.values()))
+    if words.folder:
+        words.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=words.folder) as temporary:
         found = [repeat(Path(temporary), step, tensors, kind.torch_device(0)) for step in range(words.repeats + 1)][1:]
     results = {name: statistics.median(one[name] for one in found) for name in found[0]}

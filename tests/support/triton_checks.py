@@ -8,6 +8,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -435,6 +436,37 @@ def grouped_experts(device: str) -> None:
             with_gradients(partial(kernels.gate, gelu=gelu), partial(kernels.plain_gate, gelu=gelu), [rows])
 
 
+def adapted_experts(device: str) -> None:
+    """Experts with an adapter: also experts without rows, rows behind the last expert, ranks that are no power of 2,
+    and more rows and columns than a program has."""
+    from lockstep.kernels.experts.adapted_experts_triton import adapted, plain_adapted
+    from lockstep.kernels.experts.grouped_experts import LowRank
+
+    torch.manual_seed(0)
+    cases = ((24, 40, 4, [3, 3, 10]), (16, 136, 24, [0, 66, 66, 70]), (8, 8, 1, [4]), (8, 8, 8, [0, 5]))
+    for dtype in DTYPES:
+        for inputs, outputs, rank, ends in cases:
+            ends_E = torch.tensor(ends, dtype=torch.int32, device=device)
+            x = drawn(ends[-1], inputs, device=device, dtype=dtype)
+            weight = drawn(len(ends), inputs, outputs, device=device, dtype=dtype)
+            a = drawn(len(ends), rank, inputs, device=device, dtype=dtype)
+            b = drawn(len(ends), outputs, rank, device=device, dtype=dtype)
+
+            def run(call: Any, x: Any, a: Any, b: Any, weight: Any = weight, ends_E: Any = ends_E) -> Any:
+                behind = torch.cat([x, x.new_ones(2, x.shape[1])])
+                return call(behind, weight, LowRank(a, b, 0.5), ends_E)[: len(x)]
+
+            with_gradients(partial(run, adapted), partial(run, plain_adapted), [x, a, b])
+
+    ends_E = torch.zeros(2, dtype=torch.int32, device=device)
+    weight, a, b = (drawn(2, *shape, device=device, dtype=torch.float32) for shape in ((8, 16), (4, 8), (16, 4)))
+    empty = adapted(weight.new_empty(0, 8), weight, LowRank(a.requires_grad_(), b.requires_grad_(), 0.5), ends_E)
+    empty.sum().backward()
+    assert empty.shape == (0, 16)
+    assert not a.grad.any()
+    assert not b.grad.any()
+
+
 def routers(device: str) -> None:
     """Gates of the chosen experts, and the routers of models that run by the kernel."""
     from lockstep.kernels.experts.router_triton import gates, plain_gates
@@ -759,6 +791,7 @@ CHECKS = {
         hooked,
         others,
         grouped_experts,
+        adapted_experts,
         routers,
         routers_of_models,
         generating,

@@ -153,7 +153,7 @@ def test_experts_of_a_tensor_group_are_its_own(mixtral: Path) -> None:
             every = init_device_mesh("cpu", (4,), mesh_dim_names=(f"every{rank}",))
             sharding = Sharding(mesh[names[0]], CPU, tensor=TensorGroup(mesh[names[1]]), every=every)
             source = stream(mixtral)
-            divide_model(source.model, ModelDivision(styles_of(source.model, 2), []), source, sharding)
+            divide_model(source.model, ModelDivision(styles_of(source.model, 2), []), source, sharding, "sdpa")
             source.shard(source.model, decoder_layers(source.model), sharding)
             for name, one in source.model.named_parameters():
                 if "experts" in name:

@@ -16,6 +16,7 @@ import lockstep
 ROOT = Path(lockstep.__file__).parent
 
 IN_PLACE = {
+    "adapted_experts_triton._add_products: out",
     "cascade_triton._add: total",
     "cascade_triton._merge: out",  # the lse, which all warps load, is stored to another tensor
     "decode_triton._add_norm: stream",

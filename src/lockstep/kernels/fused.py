@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import nn
 
+from lockstep.kernels.adapted_linear import join_adapters
 from lockstep.kernels.experts.grouped_experts import grouped_experts, stacks_experts
 from lockstep.kernels.fused_modules import Gather, KernelForward, plug_in
 from lockstep.kernels.invariant import products_by_row
@@ -70,6 +71,13 @@ def fuse(model: nn.Module, kernel: str, gather: Gather = nullcontext) -> None:
     products_by_row(kernel == BY_ROW)
     guard_packages(model)
     setattr(model, REPLACED, FUSED[kernel](model, gather) if kernel in FUSED else [])
+
+
+def fuse_adapters(decoder: nn.Module, kernel: str) -> None:
+    """Lets the layers of a decoder compute their LoRA adapters together with their own products, if the device's
+    kernels are used. Other kernels would give other bits for one row than for many (`invariant`)."""
+    if kernel in FUSED and kernel != BY_ROW:
+        join_adapters(decoder)
 
 
 def replaced(model: nn.Module) -> list[str]:

@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn import functional
 from triton.errors import TritonError
 
+from lockstep.kernels.adapted_linear import is_plain_linear
 from lockstep.kernels.decode.experts_triton import experts, experts_fit
+from lockstep.kernels.experts.adapted_experts_triton import adapted
 from lockstep.kernels.experts.grouped_experts import ADAPTERS, Moves, grouped_experts, has_experts_elsewhere
 from lockstep.kernels.experts.grouped_experts_triton import gate, to_experts, to_tokens
 from lockstep.kernels.experts.router_triton import gates, router_fits
@@ -63,7 +65,7 @@ def _gated(self: Any, *args: Any, gelu: bool = False, **more: Any) -> torch.Tens
         return type(self).forward(self, *args, **more)
     (x,) = args
     projections = [getattr(self, name) for name in PROJECTIONS]
-    if all(_bare(projection, x) for projection in projections):
+    if all(is_plain_linear(one, x) and one.bias is None for one in projections):
         gate, up, down = (projection.weight for projection in projections)
         return gated(x, gate, up, down, gelu)
     gate, up, down = projections
@@ -76,10 +78,10 @@ def _experts(self: Any, *args: Any, **more: Any) -> torch.Tensor:
     if len(args) != 3 or more or not runs_on(args[0]) or torch.is_autocast_enabled(args[0].device.type):
         return type(self).forward(self, *args, **more)
     gelu = type(self.act_fn).__name__ in GELU_TANH
-    adapted = ADAPTERS in vars(self) or has_experts_elsewhere(self)
-    if not adapted and experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
+    grouped = ADAPTERS in vars(self) or has_experts_elsewhere(self)
+    if not grouped and experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
         return experts(*args, self.gate_up_proj, self.down_proj, gelu=gelu)
-    return grouped_experts(self, *args, moves=Moves(to_experts, to_tokens, partial(gate, gelu=gelu)))
+    return grouped_experts(self, *args, moves=Moves(to_experts, to_tokens, partial(gate, gelu=gelu), adapted))
 
 
 def _router(self: Any, *args: Any, dtype: torch.dtype | None = None, **more: Any) -> Any:
@@ -96,21 +98,6 @@ def _is_router(module: nn.Module, in_fp32: bool) -> bool:
         return False
     dtype, weight = gate_dtype(module), cast(torch.Tensor, module.weight)
     return dtype == torch.float32 != weight.dtype if in_fp32 else dtype == weight.dtype
-
-
-def _bare(module: nn.Module, x: torch.Tensor) -> bool:
-    """Returns whether the module is a plain `nn.Linear` without bias and hooks, so that a kernel may use its weight
-    directly."""
-    if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
-        return False
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    has_hooks = any(hooks) or nn.modules.module._has_any_global_hook()
-    return not has_hooks and type(module.weight.data) is torch.Tensor and module.weight.dtype == x.dtype
 
 
 def _rotate(

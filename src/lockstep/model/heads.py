@@ -136,7 +136,7 @@ def build_value_model(
             put_adapter(decoder, settings.lora, new, None, folders.adapter)
             if source is not None:
                 follow_copies(decoder, source.places)
-        divide_model(decoder, division, source, sharding)
+        divide_model(decoder, division, source, sharding, kernel)
         value_model = ValueModel(decoder, head, kernel)
         if value_model.runner.images is not None:
             value_model.runner.images.cache_bytes = settings.vision_cache_gb * 2**30

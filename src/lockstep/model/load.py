@@ -80,7 +80,7 @@ def load_policy(
         new = new_adapter(settings, kind, folders.model, seed, source, sharding)
         adapted = with_adapter(model, settings.lora, new, folders.adapter)
         follow_copies(model, source.places if source is not None else found[1] if found is not None else {})
-        divide_model(model, division, source, sharding)
+        divide_model(model, division, source, sharding, kernel)
         policy = Policy(adapted, kernel, scoring)
         policy.unused = tuple(info["unused"])
         if frozen:

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.bf16_matmul import prepare_products
-from lockstep.kernels.fused import fuse
+from lockstep.kernels.fused import fuse, fuse_adapters
 from lockstep.kernels.quantized.formats import dequantize, quantize
 from lockstep.kernels.quantized.quantized_linear import QuantizedLinear
 from lockstep.model.adapters.active import TRAINED, saved_copies
@@ -191,12 +191,13 @@ def follow_copies(model: nn.Module, places: dict[nn.Parameter, InFiles]) -> None
 
 
 def divide_model(
-    model: PreTrainedModel, division: ModelDivision, source: Streamed | None, sharding: Sharding | None
+    model: PreTrainedModel, division: ModelDivision, source: Streamed | None, sharding: Sharding | None, kernel: str
 ) -> None:
-    """Splits the model over the ranks of its tensor- and expert-parallel groups. Call this function before other code
-    reads the number of heads."""
+    """Fuses the adapters of the model, and splits the model over the ranks of its tensor- and expert-parallel groups.
+    Call this function before other code reads the number of heads."""
     decoder = inner_decoder(model)
     adapt_experts(decoder)
+    fuse_adapters(decoder, kernel)
     if sharding is None:
         return
     replaced: dict[nn.Parameter, nn.Parameter] = {}

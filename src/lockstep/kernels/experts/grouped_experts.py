@@ -36,11 +36,13 @@ Adapters = Mapping[str, Sequence[LowRank]]
 
 class Moves(NamedTuple):
     """The functions around the grouped products. `to_experts` and `to_tokens` have the signatures of those below.
-    `gate` computes act(gate) * up; None stands for the function of the module."""
+    `gate` computes act(gate) * up; None stands for the function of the module. `adapted` computes the product with the
+    frozen weights of the experts and an adapter; None stands for two products and their sum."""
 
     to_experts: Callable[..., torch.Tensor]
     to_tokens: Callable[..., torch.Tensor]
     gate: Callable[[torch.Tensor], torch.Tensor] | None = None
+    adapted: Callable[[torch.Tensor, torch.Tensor, LowRank, torch.Tensor], torch.Tensor] | None = None
 
 
 def stacks_experts(module: nn.Module) -> bool:
@@ -83,8 +85,12 @@ def grouped_experts(
     def project(name: str, x_PI: torch.Tensor) -> torch.Tensor:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         weight = getattr(module, name) if module.is_transposed else getattr(module, name).transpose(-2, -1)
-        out_PO = grouped_linear(x_PI, weight, ends_E)
-        for one in adapters.get(name, ()):
+        each = list(adapters.get(name, ()))
+        if each and moves.adapted is not None:
+            out_PO = moves.adapted(x_PI, weight, each.pop(0), ends_E)
+        else:
+            out_PO = grouped_linear(x_PI, weight, ends_E)
+        for one in each:
             out_PO = out_PO + low_rank(x_PI, one, ends_E)
         out_PO = out_PO if bias is None else out_PO + bias[ids_P.long()]
         # The grouped product does not write the rows of other ranks' experts.
@@ -118,12 +124,17 @@ def expert_counts(ids_P: torch.Tensor, count: int) -> torch.Tensor:
 
 def low_rank(x_PI: torch.Tensor, adapter: LowRank, ends_E: torch.Tensor) -> torch.Tensor:
     """Computes scale (x A) B of each pair with the matrices of its expert."""
+    a_EIR, b_ERO = aligned_matrices(x_PI, adapter)
+    return grouped_linear(grouped_linear(x_PI, a_EIR, ends_E) * adapter.scale, b_ERO, ends_E)
+
+
+def aligned_matrices(x_PI: torch.Tensor, adapter: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns A and B of an adapter in the dtype of the inputs, with the rank that torch's grouped product needs."""
     a_EIR, b_ERO = adapter.a_ERI.transpose(-2, -1), adapter.b_EOR.transpose(-2, -1)
     missing = -a_EIR.shape[-1] % ALIGNED
     if missing and has_grouped_mm(x_PI, x_PI.dtype):
         a_EIR, b_ERO = functional.pad(a_EIR, (0, missing)), functional.pad(b_ERO, (0, 0, 0, missing))
-    narrow_PR = grouped_linear(x_PI, a_EIR.to(x_PI.dtype).contiguous(), ends_E)
-    return grouped_linear(narrow_PR * adapter.scale, b_ERO.to(x_PI.dtype).contiguous(), ends_E)
+    return a_EIR.to(x_PI.dtype).contiguous(), b_ERO.to(x_PI.dtype).contiguous()
 
 
 def grouped_linear(x_PI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
