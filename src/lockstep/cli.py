@@ -19,7 +19,6 @@ from lockstep.commands.arguments import (
 )
 from lockstep.commands.data import data_app
 from lockstep.launch.launcher import LAUNCHER, adopt_slurm
-from lockstep.run.files import prefetch_model
 from lockstep.run.output import never_fail_to_encode, write
 
 _python_warning = warnings.showwarning
@@ -97,6 +96,8 @@ def train(
 
     if os.environ.get("RANK", "0") == "0":
         write(f"{checked.method} run {checked.run.name}: loading libraries ...")
+    from lockstep.model.fingerprint import prefetch_model
+
     prefetch_model(checked.model.path)
     from lockstep.train.callbacks import StartOptions
     from lockstep.train.start import run_recipe

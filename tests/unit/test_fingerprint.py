@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -15,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from lockstep.model import fingerprint
 from lockstep.model.fingerprint import differing_files, folder_fingerprint, model_fingerprint
 from lockstep.model.load import load_tokenizer
+from lockstep.run.files import checksum
 
 
 @pytest.fixture
@@ -169,3 +174,85 @@ def test_who_wrote_a_config_is_no_part_of_the_model(tiny_folder: Path, tmp_path:
     assert folder_fingerprint(str(folder)) == before
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}), encoding="utf-8")
     assert folder_fingerprint(str(folder)) != before
+
+
+@pytest.fixture(autouse=True)
+def _nothing_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_prefetched", {})
+
+
+def prefetched(folder: Path) -> None:
+    fingerprint.prefetch_model(str(folder))
+    for thread in threading.enumerate():
+        if thread.name == "prefetch":
+            thread.join()
+
+
+def every(folder: Path) -> tuple[dict[str, str | None], dict[str, str]]:
+    return small(folder), folder_fingerprint(str(folder))
+
+
+def test_the_background_reads_the_weights_once_for_each_digest(folder: Path) -> None:
+    expected = every(folder)
+    prefetched(folder)
+    with patch.object(fingerprint, "checksum", side_effect=checksum) as checksums:
+        with patch.object(fingerprint, "_content", side_effect=fingerprint._content) as contents:
+            assert every(folder) == expected
+        assert [[file.name for file in call.args[0]] for call in contents.call_args_list] == [["tokenizer.json"]]
+        read = {call.args[0].name for call in checksums.call_args_list}
+        assert "tokenizer.json" in read
+        assert "model.safetensors" not in read
+        # A result is used once: files may change between two readings within the resolution of their times.
+        assert every(folder) == expected
+        assert "model.safetensors" in {call.args[0].name for call in checksums.call_args_list}
+
+
+def test_weights_that_change_after_the_background_read_them_are_read_again(folder: Path) -> None:
+    before = every(folder)
+    prefetched(folder)
+    flip(folder / "model.safetensors", -1)
+    found = every(folder)
+    assert found[0]["weights"] != before[0]["weights"]
+    assert found[1]["model.safetensors"] != before[1]["model.safetensors"]
+
+
+def test_an_error_of_the_background_is_raised_where_the_digest_is_needed(folder: Path) -> None:
+    with patch.object(fingerprint, "_content", side_effect=OSError("unreadable")):
+        prefetched(folder)
+    with pytest.raises(OSError, match="unreadable"):
+        small(folder)
+
+
+def test_the_background_has_not_begun_yet(folder: Path) -> None:
+    """The digests are needed before the thread computes them: they are computed where they are needed."""
+    expected, begin, ends = every(folder), threading.Event(), []
+    compute = fingerprint._content
+
+    def late(files: Sequence[Path]) -> str:
+        if threading.current_thread().name == "prefetch":
+            begin.wait(60)
+            ends.append(files)
+        return compute(files)
+
+    with patch.object(fingerprint, "_content", side_effect=late):
+        fingerprint.prefetch_model(str(folder))
+        while not fingerprint._prefetched:
+            time.sleep(0.001)
+        # The first digest is being computed, the second one waits.
+        assert folder_fingerprint(str(folder)) == expected[1]
+        begin.set()
+        assert small(folder) == expected[0]
+    assert len(ends) == 1
+    assert not fingerprint._prefetched
+
+
+def test_large_weights_and_other_processes_of_a_machine_compute_no_digests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    prefetched(folder)
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1000)
+    prefetched(folder)
+    prefetched(folder / "none")
+    assert not fingerprint._prefetched

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +43,54 @@ WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
 TENSOR_BLOCK = 4096
 
 
+# Results of `prefetch_model` by what was computed and by the state of the files. A result is used once.
+_prefetched: dict[tuple[object, ...], Future[str]] = {}
+
+
+def prefetch_model(path: str) -> None:
+    """Starts to read the weights of a model folder in the background, so that the disk works while Python imports
+    libraries. The digests of weights that are read completely are computed, too, which takes as long as the imports.
+    Has no effect for other paths, such as names of the hub."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    if files:
+        threading.Thread(target=_prefetch, args=(files,), daemon=True, name="prefetch").start()
+
+
+def _prefetch(files: Sequence[Path]) -> None:
+    if hasattr(os, "posix_fadvise"):
+        for file in files:
+            with contextlib.suppress(OSError), file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    with contextlib.suppress(OSError):
+        # One process of a machine needs the digests.
+        if os.environ.get("LOCAL_RANK", "0") != "0" or sum(file.stat().st_size for file in files) > WHOLE_BYTES:
+            return
+        computing = list(filter(_computes, sorted(files[0].parent.iterdir())))
+        works: list[tuple[tuple[object, ...], Callable[[], str]]] = [
+            (("content", *map(_state, computing)), partial(_content, computing)),
+            *((("checksum", _state(file)), partial(checksum, file)) for file in files),
+        ]
+        _prefetched.update((key, Future()) for key, _ in works)
+        for key, work in works:
+            # `_prefetched` may have no such result any more, if the main thread needed it.
+            if (future := _prefetched.get(key)) is not None and future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # noqa: BLE001 - the waiting thread raises the error
+                    future.set_exception(error)
+
+
+def _state(file: Path) -> tuple[object, ...]:
+    facts = file.stat()
+    return str(file.resolve()), facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _read_once(kind: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
+    """Returns the result of the background thread, if it has started to compute it, or computes it."""
+    future = _prefetched.pop((kind, *map(_state, files)), None)
+    return compute() if future is None or future.cancel() else future.result()
+
+
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
     """Returns the checksums of weights, tokenizer and chat template of a model folder, and of the image processor if it
     has one. The checksum of a missing part is None."""
@@ -47,7 +100,7 @@ def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str
     processor = [file for file in names if file.name in PROCESSOR_FILES]
     template = tokenizer.chat_template
     return {
-        "weights": _sampled(filter(_computes, names)),
+        "weights": _sampled(list(filter(_computes, names))),
         "tokenizer": _sampled(vocabulary),
         "template": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
         **({"processor": _sampled(processor)} if processor else {}),
@@ -80,7 +133,7 @@ def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: 
 def _digest(file: Path) -> str:
     """Returns the checksum of a file. In config files the key `transformers_version` is ignored."""
     if file.name not in ("config.json", "generation_config.json"):
-        return checksum(file)
+        return _read_once("checksum", [file], partial(checksum, file))
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         config.pop("transformers_version", None)
@@ -141,14 +194,17 @@ def _tensor_blocks(file: Path, size: int) -> Iterator[bytes]:
                 yield stream.read(min(TENSOR_BLOCK, end - place))
 
 
-def _sampled(files: Iterable[Path]) -> str | None:
-    digest, seen = hashlib.sha256(), False
+def _sampled(files: Sequence[Path]) -> str | None:
+    return _read_once("content", files, partial(_content, files)) if files else None
+
+
+def _content(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         for block in _blocks(file):
             digest.update(block)
-        seen = True
-    return digest.hexdigest() if seen else None
+    return digest.hexdigest()
 
 
 def _blocks(file: Path) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,16 +154,3 @@ def _block_digest(descriptor: int, start: int, end: int) -> bytes:
     for offset in range(start, end, PIECE):
         digest.update(os.pread(descriptor, min(PIECE, end - offset), offset))
     return digest.digest()
-
-
-def prefetch_model(path: str) -> None:
-    """Asks the operating system to read the weights of a model folder into its cache in the background, so that the
-    disk works while Python imports libraries. Has no effect for other paths, such as names of the hub."""
-    if hasattr(os, "posix_fadvise"):
-        threading.Thread(target=_prefetch, args=(Path(path),), daemon=True).start()
-
-
-def _prefetch(folder: Path) -> None:
-    for file in sorted(folder.glob("*.safetensors")):
-        with contextlib.suppress(OSError), file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
