@@ -119,7 +119,7 @@ def drop(files: list[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed_run(folder: Path, files: list[Path], device: str, name: str) -> dict[str, float]:
+def timed_run(folder: Path, files: list[Path], device: str, name: str) -> dict[str, Any]:
     disk = disk_seconds(files)
     keys = [f"device={device}", f"run.name={name}", "run.steps=3", "optim.warmup=0", "model.path=model"]
     keys += ["model.dtype=bf16", "val.questions=null", "data.val=[]", "val.every=null", "val.at_start=false"]
@@ -146,6 +146,7 @@ def timed_run(folder: Path, files: list[Path], device: str, name: str) -> dict[s
     size = sum(file.stat().st_size for file in files)
     return {
         **moments,
+        "lines": [[round(at, 2), line.rstrip()] for at, line in lines],
         "end_s": end,
         "longest_silence_s": silence,
         "load_s": loading,
@@ -190,7 +191,10 @@ def main() -> None:
             files = write_model(folder / "model", folder / "quickstart" / "model", words.parameters)
             for name in ("first", "second"):
                 results[name] = timed_run(folder, files, words.device, name)
-                print(name, *(f"{key} {value:,.2f}" for key, value in results[name].items()), sep="\n  ", flush=True)
+                for at, line in results[name]["lines"]:
+                    print(f"{at:7.2f} {line}")
+                numbers = {key: value for key, value in results[name].items() if key != "lines"}
+                print(name, *(f"{key} {value:,.2f}" for key, value in numbers.items()), sep="\n  ", flush=True)
     if words.out:
         facts = {"python": platform.python_version(), "machine": platform.machine(), "results": results}
         words.out.write_text(json.dumps(facts, indent=2) + "\n")
