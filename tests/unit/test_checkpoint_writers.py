@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 import killed_writer
 from commands import warm_python
+from conftest import run
 from hang import HANG
 from lockstep.device.base import Memory
 from lockstep.errors import Refusal
@@ -233,3 +235,26 @@ def test_a_kill_in_the_background_write_leaves_a_complete_checkpoint(tmp_path: P
         assert found is not None
         assert found.weights["w"].tolist() == [float(found.state.step)] * 100
         assert {path.name for path in folder.iterdir()} <= {"step_1", "step_2"}
+
+
+@pytest.mark.parametrize(("every", "steps", "copied"), [(2, 4, True), (3, 3, False), (2, 2, False)])
+def test_memory_for_copies_is_allocated_after_the_first_step(
+    recipe_file: Path, tmp_path: Path, every: int, steps: int, copied: bool
+) -> None:
+    """Only checkpoints before the last step are copied. The sizes are those of all tensors of a checkpoint."""
+    reserved: list[tuple[int, list[int]]] = []
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+
+    def reserve(_: LocalWriter, sizes: list[int]) -> None:
+        reserved.append((len(metrics.read_text().splitlines()), sorted(sizes)))
+
+    with patch.object(LocalWriter, "reserve", reserve):
+        words = [f"checkpoint.every={every}", f"run.steps={steps}", "optim.warmup=0", "val.every=null", "data.val=[]"]
+        assert run("train", recipe_file, *words) == 0
+    if not copied:
+        assert not reserved
+        return
+    ((lines, sizes),) = reserved
+    assert lines == 1
+    found = checkpoint.read(tmp_path / "runs" / "run" / "checkpoints" / f"step_{every}")
+    assert sizes == sorted(one.nbytes for part in (found.weights, found.optimizer) for one in part.values())

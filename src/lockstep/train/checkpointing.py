@@ -121,8 +121,6 @@ class Checkpointer:
             memory, on_host = run.prepared.memory, models.device.type == "cpu"
             needed = max(phase.activations + phase.gradients for phase in memory.phases) if on_host else 0
             self._writer = LocalWriter(self.folder, models.device, self._on_saved, run.console.say, needed)
-            if keeps and run.recipe.checkpoint.asynchronous and run.recipe.checkpoint.every is not None:
-                self._writer.reserve(self._sizes(memory.checkpoint_bytes))
         self._messages: list[tuple[Callable[[str], None], str]] = []
         """Messages of the checkpoint writer thread, each with the console method that prints it."""
 
@@ -218,6 +216,17 @@ class Checkpointer:
     def _scales(self) -> list[LossScale]:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
 
+    def reserve(self, step: int) -> None:
+        """Allocates host memory for copies in the background, if a checkpoint after `step` will be copied. Call this
+        function after the first step of the process: pinning memory delays the kernels of the device."""
+        settings, steps = self.run.recipe.checkpoint, self.run.prepared.batches.steps
+        every = settings.every
+        # The last checkpoint is not copied.
+        if every is None or not settings.asynchronous or (step // every + 1) * every >= steps:
+            return
+        if isinstance(self._writer, LocalWriter):
+            self._writer.reserve([one.nbytes for part in self._tensors().values() for one in part.values()])
+
     def save(self, position: Position, rows_seen: int, metrics: Mapping[str, float], *, waits: bool) -> None:
         """Saves a checkpoint. With `waits`, the checkpoint is complete when the function returns, otherwise only after
         `settle`."""
@@ -295,15 +304,6 @@ class Checkpointer:
             tensors[checkpoints.CRITIC] = held_weights(critic.module)
             tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.local_state()
         return tensors
-
-    def _sizes(self, total: int) -> list[int]:
-        """Returns the approximate sizes of the tensors of a checkpoint of `total` bytes, of which the optimizer state
-        does not exist before the first step: fp32 tensors with the shapes of the parameters."""
-        weights = [tensor for one in self.models.learners for tensor in held_weights(_stored(one.module)).values()]
-        elements = [tensor.numel() for tensor in weights]
-        stored = sum(tensor.nbytes for tensor in weights)
-        copies = round((total - stored) / (4 * sum(elements)))
-        return [tensor.nbytes for tensor in weights] + [4 * count for count in elements] * max(0, copies)
 
     def _on_saved(self, path: Path) -> None:
         """Called when a checkpoint is complete. Deletes old checkpoints."""

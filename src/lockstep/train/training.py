@@ -250,6 +250,8 @@ class Training:
             if last or stopping or idle or self.callbacks.reads_checkpoints:
                 self.checkpointer.settle()
                 self.callbacks.call("on_save", self._state(step, metrics))
+        elif self.keeps and step == self._first:
+            self.checkpointer.reserve(step)
         self.checkpointer.print_messages()
         self.tape.leave(step)
         if idle and not last:
