@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file, save_file
 
+from hang import HANG, wait_until
 from lockstep.model import fingerprint
 from lockstep.model.fingerprint import differing_files, folder_fingerprint, model_fingerprint
 from lockstep.model.load import load_tokenizer
@@ -230,14 +230,13 @@ def test_the_background_has_not_begun_yet(folder: Path) -> None:
 
     def late(files: Sequence[Path]) -> str:
         if threading.current_thread().name == "prefetch":
-            begin.wait(60)
+            begin.wait(HANG)
             ends.append(files)
         return compute(files)
 
     with patch.object(fingerprint, "_content", side_effect=late):
         fingerprint.prefetch_model(str(folder))
-        while not fingerprint._prefetched:
-            time.sleep(0.001)
+        wait_until(lambda: bool(fingerprint._prefetched))
         # The first digest is being computed, the second one waits.
         assert folder_fingerprint(str(folder)) == expected[1]
         begin.set()
