@@ -18,7 +18,8 @@ quickstart: $(VENV)/.core
 # All parts run even if one fails. The linters run in parallel with the first tests; their output comes after them. So
 # does the installation for test-ascend, which reports its failures itself.
 # In a fresh clone all modules are compiled before the workers start, so that not every worker compiles them.
-test: $(VENV)/.test browser
+test:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.test browser
 	@failed=; \
 	$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
 	VENV="$(VENV)" sh tools/test_ascend.sh prepare >/dev/null 2>&1 & ascend=$$!; \
@@ -118,6 +119,7 @@ clean:
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python cannot make a virtual environment (on Debian: apt install python3-venv)"; exit 1; }
+	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip || echo "pip stays as it is; a newer one resolves faster"
 
 CONSTRAINTS := constraints.txt constraints-common.txt
 

@@ -24,10 +24,10 @@ packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pur
 stamp=$venv/.installed
 wanted=$({ cat pyproject.toml constraints.txt constraints-common.txt tools/test_ascend.sh; packages "$shared"; } | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    "$shared/bin/python" -m venv --clear "$venv" || skip "no virtual environment could be made in $venv"
+    "$shared/bin/python" -m venv --clear --without-pip "$venv" || skip "no virtual environment could be made in $venv"
     printf 'import site; site.addsitedir(r"%s")\n' "$(packages "$shared")" >"$(packages "$venv")/shared.pth"
     log=$venv/install.log
-    if ! "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
+    if ! "$shared/bin/pip" --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
         "torch==$version" "torch_npu==$version" >"$log" 2>&1; then
         skip "torch_npu $version could not be installed: $(reason "$log") (all of it in $log)"
     fi
