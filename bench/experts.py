@@ -3,15 +3,16 @@
     python bench/experts.py --out bench/results/experts_h200.json
 
 Each line is one of the products of a layer: outputs of the first and of the second projection, and the gradients of
-their inputs. The adapter's narrow inputs x A exist already. `_products` is a candidate for
-`lockstep/kernels/experts/adapted_experts_triton.py`: it computes x W + scale (x A) B without reading the output again.
+their inputs. `_products` is a candidate for `lockstep/kernels/experts/adapted_experts_triton.py`: it computes
+x W + scale (x A) B without reading the output again. It reads the narrow product x A ("one kernel"), or computes it
+beside x W and writes it for the backward pass ("one kernel for all").
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,13 @@ from sides import Stopwatch
 
 # rows, columns and depth of a tile, warps, stages, tiles of rows that share the columns
 CONFIGS = [
-    *itertools.product([128], [256], [64], [8], [3, 4], [8, 16]),
-    *itertools.product([128], [128], [64], [4, 8], [4], [8]),
-    *itertools.product([256], [128], [64], [8], [3], [8]),
-    *itertools.product([128], [256], [128], [8], [2], [8]),
+    (128, 256, 64, 8, 3, 8),
+    (128, 128, 64, 4, 4, 8),
+    (128, 128, 64, 8, 4, 8),
+    (128, 256, 64, 8, 4, 8),
+    (256, 128, 64, 8, 3, 8),
+    (128, 256, 64, 8, 3, 16),
+    (128, 256, 128, 8, 2, 8),
 ]
 
 
@@ -39,6 +43,7 @@ CONFIGS = [
 def _products(  # type: ignore[no-untyped-def]
     x,
     weight,
+    down,
     narrow,
     matrix,
     out,
@@ -51,13 +56,15 @@ def _products(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     INPUTS_FIRST: tl.constexpr,
+    ALL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
     """A program has some rows of one expert, and some columns. TOGETHER tiles of rows run one after the other with the
-    same columns, so that the weights stay in the cache."""
+    same columns, so that the weights stay in the cache. With ALL, each program computes the narrow product of its rows,
+    and the programs of the first columns write it."""
     columns: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     group = tl.program_id(0) // (TOGETHER * columns)
     inside_group = tl.program_id(0) % (TOGETHER * columns)
@@ -74,6 +81,7 @@ def _products(  # type: ignore[no-untyped-def]
         first = tl.sum(tl.where(expert_E == expert, start_E, 0), 0) + (tile - before) * ROWS
         limit = tl.sum(tl.where(expert_E == expert, end_E, 0), 0)
         sum_PO = tl.zeros((ROWS, COLUMNS), tl.float32)
+        narrow_PR = tl.zeros((ROWS, RANK), tl.float32)
         for depth in range(0, INPUTS, DEPTH):
             x_PI = x.load([first, depth])
             if INPUTS_FIRST:
@@ -83,11 +91,22 @@ def _products(  # type: ignore[no-untyped-def]
             if INTERPRETED:
                 x_PI, weight_IO = x_PI.to(tl.float32), weight_IO.to(tl.float32)
             sum_PO = tl.dot(x_PI, weight_IO, sum_PO)
+            if ALL:
+                down_IR = down.load([expert * INPUTS + depth, 0])
+                if INTERPRETED:
+                    down_IR = down_IR.to(tl.float32)
+                narrow_PR = tl.dot(x_PI, down_IR, narrow_PR)
         row_P = (first + tl.arange(0, ROWS)).to(tl.int64)
         column_O = column + tl.arange(0, COLUMNS)
         rank_R = tl.arange(0, RANK)
         inside_P, inside_O = row_P < limit, column_O < WIDTH
-        narrow_PR = tl.load(narrow + row_P[:, None] * RANK + rank_R[None, :], mask=inside_P[:, None], other=0.0)
+        places_PR = row_P[:, None] * RANK + rank_R[None, :]
+        if ALL:
+            narrow_PR = narrow_PR.to(narrow.dtype.element_ty)
+            if column == 0:
+                tl.store(narrow + places_PR, narrow_PR, mask=inside_P[:, None])
+        else:
+            narrow_PR = tl.load(narrow + places_PR, mask=inside_P[:, None], other=0.0)
         places_RO = expert.to(tl.int64) * RANK * WIDTH + rank_R[:, None] * WIDTH + column_O[None, :]
         matrix_RO = tl.load(matrix + places_RO, mask=inside_O[None, :], other=0.0)
         if INTERPRETED:
@@ -100,6 +119,7 @@ def _products(  # type: ignore[no-untyped-def]
 def products(
     x_PI: torch.Tensor,
     weight: torch.Tensor,
+    down_EIR: torch.Tensor | None,
     narrow_PR: torch.Tensor,
     matrix_ERO: torch.Tensor,
     scale: float,
@@ -108,7 +128,7 @@ def products(
     *,
     inputs_first: bool,
 ) -> torch.Tensor:
-    """`weight` is (E, I, O) with `inputs_first`, otherwise (E, O, I)."""
+    """`weight` is (E, I, O) with `inputs_first`, otherwise (E, O, I). With `down_EIR`, `narrow_PR` is written."""
     rows, columns, depth, warps, stages, together = config
     (count, rank, width), (total, inputs) = matrix_ERO.shape, x_PI.shape
     out = x_PI.new_empty(total, width)
@@ -118,6 +138,7 @@ def products(
     _products[(tiles * triton.cdiv(width, columns),)](
         TensorDescriptor.from_tensor(x_PI, [rows, depth]),
         TensorDescriptor.from_tensor(flat, block),
+        None if down_EIR is None else TensorDescriptor.from_tensor(down_EIR.view(-1, rank), [depth, rank]),
         narrow_PR,
         matrix_ERO,
         out,
@@ -130,6 +151,7 @@ def products(
         WIDTH=width,
         RANK=rank,
         INPUTS_FIRST=inputs_first,
+        ALL=down_EIR is not None,
         ROWS=rows,
         COLUMNS=columns,
         DEPTH=depth,
@@ -170,28 +192,30 @@ def main() -> None:
         x = torch.randn(args.pairs, inputs, **where)
         shape = (inputs, width) if inputs_first else (width, inputs)
         weight = torch.randn(args.experts, *shape, **where) / inputs**0.5
-        narrow, matrix = (
-            torch.randn(args.pairs, args.rank, **where),
-            torch.randn(args.experts, args.rank, width, **where),
-        )
+        matrix = torch.randn(args.experts, args.rank, width, **where)
+        down = torch.randn(args.experts, inputs, args.rank, **where) / inputs**0.5
+        narrow, written = grouped_linear(x, down, ends_E), torch.empty(args.pairs, args.rank, **where)
         weight_EIO = weight if inputs_first else weight.transpose(-2, -1)
+        product = partial(grouped_linear, x, weight_EIO, ends_E)
 
-        def separate(x: Any = x, weight: Any = weight_EIO, narrow: Any = narrow, matrix: Any = matrix) -> torch.Tensor:
-            out = grouped_linear(x, weight, ends_E)
+        def with_sum(narrow: Any = narrow, product: Any = product, matrix: Any = matrix) -> torch.Tensor:
+            out = product()
             add_products(out, narrow, matrix, 0.5, ends_E)
             return out
 
+        def separate(x: Any = x, down: Any = down, with_sum: Any = with_sum) -> torch.Tensor:
+            return with_sum(grouped_linear(x, down, ends_E))
+
         work: dict[str, Callable[[], torch.Tensor]] = {
-            "product alone": lambda x=x, weight=weight_EIO: grouped_linear(x, weight, ends_E),
-            "product and sum": separate,
+            "product alone": product,
+            "product and sum": with_sum,
+            "narrow product, product and sum": separate,
         }
+        one = partial(products, x, weight, inputs_first=inputs_first)
         for config in CONFIGS[: args.configs]:
-            work[f"one kernel {config}"] = (
-                lambda config=config, x=x, weight=weight, narrow=narrow, matrix=matrix, first=inputs_first: products(
-                    x, weight, narrow, matrix, 0.5, ends_E, config, inputs_first=first
-                )
-            )
-        expected, flops = separate().float(), 2.0 * args.pairs * inputs * width
+            work[f"one kernel {config}"] = partial(one, None, narrow, matrix, 0.5, ends_E, config)
+            work[f"one kernel for all {config}"] = partial(one, down, written, matrix, 0.5, ends_E, config)
+        expected, flops = with_sum().float(), 2.0 * args.pairs * inputs * width
         record["rows"][name] = {}
         for label, call in work.items():
             try:
