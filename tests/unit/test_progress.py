@@ -3,17 +3,19 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console as Screen
 
-from hang import HANG
+from hang import HANG, wait_until
 from lockstep.errors import Problem, Refusal
 from lockstep.run import console as pace_module
 from lockstep.run import console as plain_module
+from lockstep.run import output as output_module
 from lockstep.run.console import Console, LiveConsole, NotebookConsole, Pace, PlainConsole
-from lockstep.run.output import OFFLINE_COLUMNS, ONLINE_COLUMNS, Column, clock, fit, show
+from lockstep.run.output import OFFLINE_COLUMNS, ONLINE_COLUMNS, Column, clock, fit, reminders, show
 
 METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "train/grad_norm": 0.5, "perf/throughput": 12345.6}
 
@@ -31,6 +33,7 @@ def clock_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     fake = Clock()
     monkeypatch.setattr(pace_module, "time", fake)
     monkeypatch.setattr(plain_module, "time", fake)
+    monkeypatch.setattr(output_module, "SILENCE", HANG)
     return fake
 
 
@@ -268,19 +271,82 @@ def test_pace_of_many_quick_ticks_is_their_mean(clock_at: Clock) -> None:
     assert pace.left() == pytest.approx(10.0, rel=0.01)
 
 
-def test_a_silent_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, named = [], threading.Event()
+def test_a_silent_stage_is_named_and_says_how_long_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, told = [], threading.Semaphore(0)
     console = PlainConsole(OFFLINE_COLUMNS)
-    monkeypatch.setattr(console, "say", lambda text: (said.append(text), named.set()))
-    monkeypatch.setattr(plain_module, "SILENCE", 0.01)
+    monkeypatch.setattr(console, "say", lambda text: (said.append(text), told.release()))
+    monkeypatch.setattr(output_module, "SILENCE", 0.01)
     with console.waiting("Planning"):
-        assert named.wait(HANG)
+        for _ in range(3):
+            assert told.acquire(timeout=HANG)
     assert said[0] == "Planning ..."
-    assert said[1].startswith("Planning: done in ")
-    monkeypatch.setattr(plain_module, "SILENCE", HANG)
+    assert re.fullmatch(r"Planning: \d+\.\d s", said[1])
+    assert re.fullmatch(r"Planning: \d+\.\d s", said[2])
+    assert said[-1].startswith("Planning: done in ")
+    said.clear()
+    monkeypatch.setattr(output_module, "SILENCE", HANG)
     with console.waiting("Planning"):
         pass
-    assert len(said) == 2
+    assert said == []
+
+
+def test_a_silent_stage_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    console = LiveConsole(OFFLINE_COLUMNS, screen)
+    monkeypatch.setattr(output_module, "SILENCE", 0.01)
+    with console.waiting("Planning"):
+        wait_until(lambda: console.shows_task)
+        assert console._live is not None
+        console._live.refresh()
+    assert not console.shows_task
+    assert console._live is None
+    output = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", screen.file.getvalue())  # type: ignore[attr-defined]
+    assert re.search(r"Planning ━+ 0/\? \d:\d\d:\d\d eta", output)
+    assert "Planning: done in " in output
+
+
+@pytest.mark.parametrize(("total", "line"), [(None, r"Loading: \d+\.\d s"), (40, "Loading: 7 of 40, eta 0:00:00")])
+def test_a_silent_task_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, total: int | None, line: str) -> None:
+    said: list[str] = []
+    console = PlainConsole(OFFLINE_COLUMNS)
+    monkeypatch.setattr(console, "_print", said.append)
+    monkeypatch.setattr(output_module, "SILENCE", 0.01)
+    with console.task("Loading", total) as task:
+        if total is not None:
+            task.advance(7)
+        seen = len(said)
+        wait_until(lambda: len(said) >= seen + 2)
+        assert re.fullmatch(line, said[-1])
+    assert said[-1].startswith("Loading: 7 done in" if total else "Loading: done in")
+
+
+def test_reminders_come_after_silence_only_and_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that the waiting itself moves: each wait lasts as long as it is asked to."""
+    clock, told, ended = Clock(), [], threading.Event()
+
+    class Done:
+        def __init__(self) -> None:
+            self.ended = False
+
+        def wait(self, seconds: float) -> bool:
+            clock.now += seconds
+            if clock.now >= 1200:
+                ended.set()
+            return self.ended or ended.is_set()
+
+        def is_set(self) -> bool:
+            return self.ended
+
+        def set(self) -> None:
+            self.ended = True
+
+    monkeypatch.setattr(output_module, "time", clock)
+    monkeypatch.setattr(output_module, "threading", SimpleNamespace(**vars(threading) | {"Event": Done}))
+    # Something else is printed 1,001 s after the clock's start.
+    with reminders(lambda elapsed: told.append(round(elapsed, 2)), lambda: 1001.0):
+        assert ended.wait(HANG)
+    assert told[:8] == [2.5, 4.0, 5.5, 7.0, 8.5, 10.0, 15.0, 22.5]
+    assert {round(b - a, 2) for a, b in pairwise(told[12:])} == {output_module.LONGEST_SILENCE}
 
 
 @pytest.mark.parametrize("kind", ["plain", "live"])

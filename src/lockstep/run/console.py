@@ -6,10 +6,9 @@ import contextlib
 import html
 import os
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -20,11 +19,21 @@ from rich.progress import Task as Bar
 from rich.text import Text
 
 from lockstep.errors import Refusal
-from lockstep.run.output import OFFLINE_COLUMNS, WIDTH, Column, clock, fit, fit_rows, show, task_summary, visible, write
+from lockstep.run.output import (
+    OFFLINE_COLUMNS,
+    WIDTH,
+    Column,
+    brief_seconds,
+    clock,
+    fit,
+    fit_rows,
+    reminders,
+    show,
+    task_summary,
+    visible,
+    write,
+)
 from lockstep.run.screen import Screen
-
-# Seconds without output after which the console names the current stage.
-SILENCE = 1.5
 
 
 class Pace:
@@ -113,25 +122,19 @@ class Console:
 
     @contextlib.contextmanager
     def waiting(self, description: str) -> Iterator[None]:
-        """Names a stage of the run. The console prints the name only if nothing was printed for `SILENCE` seconds, so
+        """Names a stage of the run. The console shows the name only if nothing was printed for `SILENCE` seconds, so
         that the user always knows what the run is doing."""
-        pace, done, named = Pace(None), threading.Event(), threading.Event()
+        pace, named = Pace(None), False
 
-        def watch() -> None:
-            left = SILENCE
-            while not done.wait(max(left, 0.1)):
-                left = SILENCE - (time.monotonic() - max(pace.began, self.spoke))
-                if left <= 0 and not self.shows_task:
-                    named.set()
-                    self.say(f"{description} ...")
-                    return
+        def tell(elapsed: float) -> None:
+            nonlocal named
+            if not self.shows_task:
+                self.say(f"{description}: {brief_seconds(elapsed)}" if named else f"{description} ...")
+                named = True
 
-        threading.Thread(target=watch, daemon=True).start()
-        try:
+        with reminders(tell, lambda: self.spoke):
             yield
-        finally:
-            done.set()
-        if named.is_set():
+        if named:
             self.say(task_summary(description, None, 0, pace.elapsed))
 
     @property
@@ -229,6 +232,25 @@ class LiveConsole(Console):
             self._progress.remove_task(bar)
             self._hide_when_idle()
         self._print(task_summary(description, total, pace.done, pace.elapsed))
+
+    @contextlib.contextmanager
+    def waiting(self, description: str) -> Iterator[None]:
+        pace, bars = Pace(None), []
+
+        def tell(elapsed: float) -> None:
+            if not self.shows_task:
+                bars.append(self._progress.add_task(visible(description), total=None, pace=pace))
+                self._show()
+
+        try:
+            with reminders(tell, lambda: self.spoke):
+                yield
+        finally:
+            for bar in bars:
+                self._progress.remove_task(bar)
+            self._hide_when_idle()
+        if bars:
+            self._print(task_summary(description, None, 0, pace.elapsed))
 
     def begin(self, total_steps: int, done: int = 0) -> None:
         self._pace = Pace(total_steps, done)
@@ -331,10 +353,11 @@ class PlainConsole(Console):
     @contextlib.contextmanager
     def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
         self._print(f"{description} ..." if total is None else f"{description}: {total:,} to do")
-        task = _PlainTask(description, total)
+        task = _PlainTask(description, total, self._print)
         self._tasks += 1
         try:
-            yield task
+            with reminders(task.show, lambda: self.spoke):
+                yield task
         finally:
             self._tasks -= 1
         self._print(task_summary(description, total, task.pace.done, task.pace.elapsed))
@@ -398,19 +421,26 @@ class _PlainTask(TaskProgress):
     # Seconds between progress lines.
     INTERVAL = 10.0
 
-    def __init__(self, description: str, total: int | None):
+    def __init__(self, description: str, total: int | None, write_line: Callable[[str], None]):
         self.pace = Pace(total)
-        self._description = description
+        self._description, self._write_line = description, write_line
         self._printed = time.monotonic()
 
     def advance(self, n: int = 1) -> None:
         self.pace.reach(self.pace.done + n)
-        if time.monotonic() - self._printed < self.INTERVAL:
-            return
+        if time.monotonic() - self._printed >= self.INTERVAL:
+            self.show(self.pace.elapsed)
+
+    def show(self, elapsed: float) -> None:
+        """Prints how far the task is."""
         self._printed = time.monotonic()
+        if self.pace.total is None and not self.pace.done:
+            self._write_line(f"{self._description}: {brief_seconds(elapsed)}")
+            return
         left = self.pace.left()
         of = "" if self.pace.total is None else f" of {self.pace.total:,}"
-        _print(f"{self._description}: {self.pace.done:,}{of}" + ("" if left is None else f", eta {clock(left)}"))
+        eta = "" if left is None else f", eta {clock(left)}"
+        self._write_line(f"{self._description}: {self.pace.done:,}{of}{eta}")
 
 
 def in_notebook() -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.masking import without_concealed
@@ -138,6 +141,36 @@ def task_summary(description: str, total: int | None, done: int, elapsed: float)
     items."""
     count = "" if total is None and not done else f"{done:,} "
     return f"{description}: {count}done in {brief_seconds(elapsed)}"
+
+
+# Seconds without output after which a stage says that it still runs. The pause grows after SHORT seconds.
+SILENCE, SHORT, LONGEST_SILENCE = 1.5, 9.0, 30.0
+
+
+@contextlib.contextmanager
+def reminders(tell: Callable[[float], None], spoke: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+    """Calls `tell` with the seconds since the beginning of the `with` block whenever there was no output for a while.
+    `spoke` returns the time of the last output."""
+    began, done, one_at_a_time = time.monotonic(), threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        told, left = began, SILENCE
+        while not done.wait(max(left, 0.1)):
+            now, elapsed = time.monotonic(), told - began
+            pause = SILENCE if elapsed < SHORT else min(elapsed / 2, LONGEST_SILENCE)
+            left = pause - (now - max(told, spoke()))
+            if left <= 0:
+                with one_at_a_time:
+                    if not done.is_set():
+                        tell(now - began)
+                told, left = now, SILENCE
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        with one_at_a_time:
+            done.set()
 
 
 def brief_seconds(seconds: float) -> str:

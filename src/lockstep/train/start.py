@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +49,24 @@ def run_recipe(recipe: Recipe, options: StartOptions = PLAIN_START) -> Path:
     if recipe.method in ONLINE:
         console = Console.open(ONLINE_COLUMNS, every=recipe.log.every, lines=True)
         if recipe.rollout.max_staleness is None:
-            from lockstep.train.online import train_online
+            with _loading_libraries(console):
+                from lockstep.train.online import train_online
 
             train_online(recipe, console, options)
         else:
-            from lockstep.train.online_async import train_online_async
+            with _loading_libraries(console):
+                from lockstep.train.online_async import train_online_async
 
             train_online_async(recipe, console, options)
     else:
-        from lockstep.train.offline import train_offline
+        console = Console.open(every=recipe.log.every)
+        with _loading_libraries(console):
+            from lockstep.train.offline import train_offline
 
-        train_offline(recipe, Console.open(every=recipe.log.every), options)
+        train_offline(recipe, console, options)
     return Path(recipe.run.folder) / recipe.run.name
+
+
+def _loading_libraries(console: Console) -> AbstractContextManager[None]:
+    """Only the first rank prints. The other ranks learn that they are silent when they join the process group."""
+    return console.waiting("Loading libraries") if os.environ.get("RANK", "0") == "0" else nullcontext()
