@@ -11,11 +11,11 @@ if [ -n "${CANN_ENV:-}" ]; then
     set -u
 fi
 # The doctor runs in the background, because a shell that waits for a command in front handles a signal only afterwards.
+# The traps are set before: a signal may come as soon as the doctor runs.
+trap 'kill ${!:-} || :; exit 130' INT
+trap 'kill ${!:-} || :; exit 143' TERM
 lockstep doctor --device "${LOCKSTEP_DOCTOR_DEVICE:-cpu}" >&2 &
-doctor=$!
-trap 'kill "$doctor"; exit 130' INT
-trap 'kill "$doctor"; exit 143' TERM
-if ! wait "$doctor" && [ "${LOCKSTEP_DOCTOR:-stop}" != warn ]; then
+if ! wait "$!" && [ "${LOCKSTEP_DOCTOR:-stop}" != warn ]; then
     echo "the doctor found a broken part, see above; LOCKSTEP_DOCTOR=warn continues anyway" >&2
     exit 1
 fi
