@@ -47,7 +47,7 @@ def _results(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.
 def test_outputs_and_gradients_are_those_of_peft(bias: bool, dtype: torch.dtype, share: float) -> None:
     theirs, ours = _pair(bias, dtype)
     wanted = _results(theirs, dtype)
-    with patch.object(adapted_linear._Adapted, "apply", wraps=adapted_linear._Adapted.apply) as used:
+    with patch.object(adapted_linear._AdaptedLinear, "apply", wraps=adapted_linear._AdaptedLinear.apply) as used:
         found = _results(ours, dtype)
     assert used.call_count == 1
     assert wanted.keys() == found.keys()
@@ -90,7 +90,7 @@ def test_other_layers_run_as_those_of_peft(change: Callable[[Any], None]) -> Non
         torch.manual_seed(2)
         change(model)
     x = torch.randn(ROWS, INPUTS)
-    with patch.object(adapted_linear._Adapted, "apply", side_effect=AssertionError):
+    with patch.object(adapted_linear._AdaptedLinear, "apply", side_effect=AssertionError):
         assert torch.equal(ours(x), theirs(x))
 
 

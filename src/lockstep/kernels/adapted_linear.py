@@ -17,7 +17,7 @@ from torch.nn import functional
 from lockstep.kernels.fused_modules import KernelForward
 
 
-class _Adapted(torch.autograd.Function):
+class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -64,7 +64,7 @@ def _forward(self: Any, *args: Any, **more: Any) -> torch.Tensor:
         return type(self).forward(self, x)
     if base.weight.requires_grad or not all(is_plain_linear(one, x) for one in (base, a, b)):
         return type(self).forward(self, x)
-    out: torch.Tensor = _Adapted.apply(x, base.weight, base.bias, a.weight, b.weight, self.scaling[name])
+    out: torch.Tensor = _AdaptedLinear.apply(x, base.weight, base.bias, a.weight, b.weight, self.scaling[name])
     return out
 
 

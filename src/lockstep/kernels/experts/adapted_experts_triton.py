@@ -91,7 +91,7 @@ def add_products(
     )
 
 
-class _Adapted(torch.autograd.Function):
+class _AdaptedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -139,7 +139,7 @@ def adapted(x_PI: torch.Tensor, weight_EIO: torch.Tensor, adapter: LowRank, ends
     a_EIR, b_ERO = aligned_matrices(x_PI, adapter)
     if weight_EIO.requires_grad or weight_EIO.dtype != x_PI.dtype or b_ERO.shape[1] > LARGEST_RANK:
         return plain_adapted(x_PI, weight_EIO, adapter, ends_E)
-    out: torch.Tensor = _Adapted.apply(x_PI, weight_EIO, a_EIR, b_ERO, adapter.scale, ends_E)
+    out: torch.Tensor = _AdaptedExperts.apply(x_PI, weight_EIO, a_EIR, b_ERO, adapter.scale, ends_E)
     return out
 
 
