@@ -36,8 +36,8 @@ def on_device(run: Path, *words: str) -> Replayed:
     return found
 
 
-# Of sft every day the replay in bf16 below.
-@pytest.mark.daily("grpo")
+# test_recipes.py compares the curves of five methods daily.
+@pytest.mark.daily("sft")
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
 def test_the_device_is_in_step_with_the_cpu(tmp_path: Path, model: Path, name: str) -> None:
     found = on_device(record(tmp_path, model, name, steps=1))

@@ -104,8 +104,10 @@ def often_saved(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> 
     "file",
     [
         "model.safetensors",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("optimizer.safetensors", "state.json")),
-        "manifest.json",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("optimizer.safetensors", "state.json", "manifest.json")
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_aloud(often_saved: Path, tmp_path: Path, file: str) -> None:
