@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.progress import Task as Bar
+from rich.table import Column as TableColumn
 from rich.text import Text
 
 from lockstep.errors import Refusal
@@ -200,8 +201,8 @@ class LiveConsole(Console):
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            _TimeColumn(),
+            _CountColumn(),
+            _TimeColumn(table_column=TableColumn(no_wrap=True)),
             console=self._screen,
             expand=True,
         )
@@ -320,11 +321,18 @@ class _LiveTask(TaskProgress):
         self._progress.update(self._bar, completed=self._pace.done)
 
 
+class _CountColumn(MofNCompleteColumn):
+    def render(self, task: Bar) -> Text:
+        return super().render(task) if task.total is not None or task.completed else Text()
+
+
 class _TimeColumn(ProgressColumn):
     # The time estimate of the package rich covers only the last 30 seconds, but one step of reinforcement learning may
     # take longer.
     def render(self, task: Bar) -> Text:
         pace: Pace = task.fields["pace"]
+        if task.total is None:
+            return Text(clock(pace.elapsed), style="dim")
         left = pace.left()
         return Text(f"{clock(pace.elapsed)} eta {'-:--:--' if left is None else clock(left)}", style="dim")
 
