@@ -15,8 +15,10 @@ from lockstep.kernels.invariant import products_by_row
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.check import build_miniature, try_architecture
 from lockstep.model.load import load_policy, load_tokenizer
+from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Model
 from lockstep.rollout.engine_check import try_engine
 from lockstep.rollout.native.native_engine import NativeEngine
@@ -193,11 +195,16 @@ def test_weights_side_by_side_are_those_that_are_trained(tiny_folder: Path) -> N
     assert after == pytest.approx(scores(), abs=1e-3)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize("method", sorted(ONLINE))
 def test_online_fp32_is_in_step_with_the_cpu(online_file: Path, tmp_path: Path, method: str) -> None:
-    n = "rollout.n=3" if method == "grpo" else "rollout.n=1"
+    more = [f"method={method}"]
+    if method == "on_policy_distill":
+        write_tiny(tmp_path / "teacher", hidden=64, layers=2, seed=1)
+        more.append(f"algorithm.kl.reference={tmp_path / 'teacher'}")
+    grouped = load_recipe(str(online_file), more).rollout.n > 1
+    more.append(f"rollout.n={3 if grouped else 1}")
     for device in ("cpu", "cuda"):
-        words = [f"method={method}", n, f"device={device}", f"run.name={device}"]
+        words = [*more, f"device={device}", f"run.name={device}"]
         train_online(load_recipe(str(online_file), words), Console.silent())
     cpu, cuda = ([m for _, m in read_metrics(tmp_path / "runs" / d / "metrics.jsonl")] for d in ("cpu", "cuda"))
     for name in ("critic/rewards/mean", "actor/entropy", "actor/grad_norm"):

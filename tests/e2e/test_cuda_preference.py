@@ -24,6 +24,8 @@ METHODS = {
     "dpo": [],
     "ipo": ["preference.precompute=true"],
     "orpo": [],
+    "simpo": [],
+    "cpo": [],
     "kto": [],
     "rm": [],
     "prm": ["prm.placeholder='~'"],
