@@ -119,7 +119,7 @@ clean:
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found; install one or say: make PYTHON=/path/to/python3 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python cannot make a virtual environment (on Debian: apt install python3-venv)"; exit 1; }
-	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip || echo "pip stays as it is; a newer one resolves faster"
+	@$(BIN)/pip install --quiet --disable-pip-version-check pip==26.3 || echo "pip stays as it is; a newer one resolves faster"
 
 CONSTRAINTS := constraints.txt constraints-common.txt
 

@@ -78,3 +78,13 @@ def test_the_other_targets_are_still_judged() -> None:
     below, above = recorded(BOUND - 0.02, clamped=False), recorded(BOUND + 0.02, clamped=True)
     above.tensors["actor/0/pulls"][3] *= 3
     assert not check(below, above).passed
+
+
+@pytest.mark.parametrize("clamps", [True, False])
+def test_the_gradient_of_the_parameters_inherits_the_difference(clamps: bool) -> None:
+    """A norm that differs as much as the gradients of the log-probs is a fault if no target explains it."""
+    below, above = recorded(BOUND - 5e-5, clamped=False), recorded(BOUND + 5e-5, clamped=clamps)
+    update = _Update(below, above, "actor", 0, ({"grad_norm": 1.0}, {"grad_norm": 1.3}), tolerance_of("fp32"))
+    recipe = {"algorithm": {"kl": {"where": "loss", "estimator": "k3"}}}
+    norm = list(update.checks({"recipe": recipe}, [], restored=True))[-1]
+    assert (norm.what, norm.passed) == ("actor, update 1: norm", clamps)

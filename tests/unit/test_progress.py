@@ -350,6 +350,23 @@ def test_reminders_come_after_silence_only_and_become_rare(monkeypatch: pytest.M
     assert {round(b - a, 2) for a, b in pairwise(told[12:])} == {output_module.LONGEST_SILENCE}
 
 
+def test_a_closed_pipe_is_reported_by_the_next_output_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reminder that cannot be written raises nothing in its thread: pytest would report it."""
+    tried = threading.Semaphore(0)
+
+    def closed(elapsed: float) -> None:
+        tried.release()
+        raise BrokenPipeError
+
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(output_module, "SILENCE", 0.01)
+    with reminders(closed):
+        for _ in range(2):
+            assert tried.acquire(timeout=HANG)
+    assert raised == []
+
+
 @pytest.mark.parametrize("kind", ["plain", "live"])
 def test_a_task_that_is_shown_is_no_silence(kind: str) -> None:
     plain = PlainConsole(OFFLINE_COLUMNS)

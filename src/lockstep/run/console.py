@@ -6,6 +6,7 @@ import contextlib
 import html
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -123,8 +124,8 @@ class Console:
 
     @contextlib.contextmanager
     def waiting(self, description: str) -> Iterator[None]:
-        """Names a stage of the run. The console shows the name only if nothing was printed for `SILENCE` seconds, so
-        that the user always knows what the run is doing."""
+        """Names a stage of the run. If nothing was printed for `SILENCE` seconds, the console shows the name, and from
+        then on how long the stage has run, so that the user always knows what the run is doing."""
         pace, named = Pace(None), False
 
         def tell(elapsed: float) -> None:
@@ -207,6 +208,8 @@ class LiveConsole(Console):
             expand=True,
         )
         self._metrics = ""
+        # A stage's bar is added by another thread.
+        self._lock = threading.RLock()
         self._live: Live | None = None
         self._training: TaskID | None = None
         self._last = ""
@@ -239,9 +242,10 @@ class LiveConsole(Console):
         pace, bars = Pace(None), []
 
         def tell(elapsed: float) -> None:
-            if not self.shows_task:
-                bars.append(self._progress.add_task(visible(description), total=None, pace=pace))
-                self._show()
+            with self._lock:
+                if not self.shows_task:
+                    bars.append(self._progress.add_task(visible(description), total=None, pace=pace))
+                    self._show()
 
         try:
             with reminders(tell, lambda: self.spoke):
@@ -302,14 +306,17 @@ class LiveConsole(Console):
         return Group(self._progress, Text(self._metrics, style="cyan")) if self._metrics else Group(self._progress)
 
     def _show(self) -> None:
-        if self._live is None:
-            self._live = Live(get_renderable=self._board, console=self._screen, refresh_per_second=4, transient=True)
-            self._live.start()
+        with self._lock:
+            if self._live is None:
+                board, screen = self._board, self._screen
+                self._live = Live(get_renderable=board, console=screen, refresh_per_second=4, transient=True)
+                self._live.start()
 
     def _hide_when_idle(self) -> None:
-        if self._live is not None and not self._progress.tasks:
-            self._live.stop()
-            self._live = None
+        with self._lock:
+            if self._live is not None and not self._progress.tasks:
+                self._live.stop()
+                self._live = None
 
 
 class _LiveTask(TaskProgress):

@@ -160,7 +160,7 @@ def reminders(tell: Callable[[float], None], spoke: Callable[[], float] = lambda
             pause = SILENCE if elapsed < SHORT else min(elapsed / 2, LONGEST_SILENCE)
             left = pause - (now - max(told, spoke()))
             if left <= 0:
-                with one_at_a_time:
+                with one_at_a_time, contextlib.suppress(OSError):  # the next output of the run reports a closed pipe
                     if not done.is_set():
                         tell(now - began)
                 told, left = now, SILENCE

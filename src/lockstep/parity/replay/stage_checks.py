@@ -408,8 +408,7 @@ class _Update:
     def _clamped_in_one_run(self, recipe: dict[str, Any]) -> torch.Tensor | None:
         """Returns the targets whose KL estimate reaches its bound in one run only, or None if no estimate has a bound.
 
-        A clamped target has no gradient. So if an estimate is close to the bound, the rounding of the log-prob decides
-        whether the target has one. The log-probs themselves are compared by their own checks.
+        A clamped target has no gradient, so close to the bound the rounding of the log-prob decides whether it has one.
         """
         kl = recipe.get("algorithm", {}).get("kl", {})
         outputs = self._both("answers")
