@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from tokenizers import decoders
+from transformers import AutoTokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -71,3 +73,23 @@ def test_an_imported_model_has_the_values_of_the_file(tiny_folder: Path, tmp_pat
     assert (
         len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
     )  # weights are as readable as config.json
+
+
+def test_an_imported_tokenizer_is_that_of_the_file(tiny_folder: Path, tmp_path: Path) -> None:
+    """Some versions of transformers take a Llama's byte-level tokens for SentencePiece: other special tokens, a decoder
+    that replaces characters, and one that removes spaces."""
+    file = write_gguf(tiny_folder, tmp_path / "tiny.gguf")
+    import_gguf(file, tmp_path / "out")
+    wanted, found = (AutoTokenizer.from_pretrained(folder) for folder in (tiny_folder, tmp_path / "out"))
+    text = "a \N{LOWER ONE EIGHTH BLOCK} b , c ."
+    for broken in (False, True):
+        if broken:
+            found.eos_token, found.pad_token, found.clean_up_tokenization_spaces = found.bos_token, None, True
+            found.backend_tokenizer.decoder = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+            importing._restore_tokenizer(found, gguf.GGUFReader(file))
+        assert found.eos_token_id == wanted.eos_token_id != wanted.bos_token_id == found.bos_token_id
+        assert found.pad_token_id == wanted.pad_token_id
+        assert not found.clean_up_tokenization_spaces
+        ids = wanted(text)["input_ids"]
+        assert found(text)["input_ids"] == ids
+        assert found.decode(ids) == wanted.decode(ids) == text

@@ -26,6 +26,8 @@ MAGIC = b"GGUF"
 # If the relative difference of output head and embedding is below this, the head is the embedding with another
 # quantisation.
 SAME_MATRIX = 0.25
+# Special tokens of a tokenizer, and the names of their ids in a GGUF file.
+SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
@@ -56,7 +58,7 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
         tokenizer = pretrained(AutoTokenizer, str(file.parent), str(file), "its tokenizer", gguf_file=file.name)
         dtype = torch.float32
         packed = whole_model(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
-    _restore_digits(tokenizer, packing)
+    _restore_tokenizer(tokenizer, packing)
     model = _unquantised(packed)
     notes = _tied(model, file, tie)
     try:
@@ -134,14 +136,29 @@ def _unquantised(packed: Any) -> Any:
     return model
 
 
-def _restore_digits(tokenizer: PreTrainedTokenizerBase, packing: Any) -> None:
-    """Restores the digit splitting of `smollm` pre-tokenizers, which transformers drops when it reads a GGUF file."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+def _restore_tokenizer(tokenizer: PreTrainedTokenizerBase, packing: Any) -> None:
+    """Sets what transformers drops or reads wrongly from a GGUF file. Some versions give a Llama with byte-level tokens
+    the special tokens and the decoder of SentencePiece, so generation would not stop at the end token of the file. No
+    version keeps the digit splitting of `smollm`."""
+    from tokenizers import decoders, pre_tokenizers
 
-    field = packing.get_field("tokenizer.ggml.pre")
-    if field is not None and field.contents() == "smollm":
-        splitting = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(splitting)
+    def read(key: str) -> Any:
+        field = packing.get_field(f"tokenizer.ggml.{key}")
+        return None if field is None else field.contents()
+
+    for name, key in SPECIAL_TOKENS.items():
+        if (number := read(f"{key}_token_id")) is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(number)))
+    tokenizer.clean_up_tokenization_spaces = False
+    backend = tokenizer.backend_tokenizer
+    if read("model") == "gpt2":  # byte-level tokens
+        backend.model.byte_fallback, backend.model.fuse_unk = False, False
+        if not isinstance(backend.decoder, decoders.ByteLevel):
+            backend.decoder = decoders.ByteLevel()
+    if read("pre") == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
 # Transformers reads the whole file several times with the package gguf, which creates several numpy arrays for each of
