@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine_replay import Replay, Unrecorded, replaying
@@ -18,6 +19,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.rollout.servers.adapter import prompt_digest
 from lockstep.rollout.servers.vllm import SAMPLES
+from lockstep.rollout.servers.weight_check import TEMPERATURE, most_of
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,77 @@ def test_a_server_that_is_lost_in_the_truncation_check_is_checked_again(embedded
     ):
         sync(engine)
     assert lost
+
+
+def noisy(folder: Path) -> Path:
+    """A model with so large activations that bf16 rounds its log-probs by more than the bounds of the weight check."""
+    file = folder / "model.safetensors"
+    factors = {"model.norm.weight": 3.0, "layernorm.weight": 2.0}
+    weights = load_file(file)
+    for name, weight in weights.items():
+        weight *= next((factor for end, factor in factors.items() if name.endswith(end)), 1.0)
+    save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+def in_bf16(folder: Path, *, stronger: float = 1.0) -> Unrecorded:
+    """A server that computes in bf16 by the attention of transformers, with other weights if `stronger` is not 1."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, attn_implementation="eager", dtype=torch.bfloat16
+    ).eval()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(stronger)
+
+    @torch.no_grad()
+    def answer(path: str, body: Any) -> Any:
+        if path != SAMPLES:
+            return None
+        ids, logprobs = list(body["token_ids"]), []
+        generator = torch.Generator().manual_seed(body["sampling_params"]["seed"])
+        for _ in range(body["sampling_params"]["max_tokens"]):
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+            scores = (logits / body["sampling_params"]["temperature"]).log_softmax(-1)
+            ids.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
+            logprobs.append(float(scores[ids[-1]]))
+        new = ids[len(body["token_ids"]) :]
+        return {
+            "prompt": prompt_digest(body["token_ids"]),
+            "token_ids": new,
+            "logprobs": logprobs,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "versions": [],
+        }
+
+    return answer
+
+
+@pytest.mark.parametrize("stronger", [1.0, 1.1])
+def test_large_rounding_errors_are_not_taken_for_other_weights(stronger: float, tmp_path: Path) -> None:
+    """In bf16 the engine and the trainer differ by more than the bounds. The trainer's log-probs in fp32 show that the
+    engine is as close to them as the trainer. An engine whose attention output is 10 % larger is not."""
+    write_tiny(tmp_path / "model")
+    folder = noisy(tmp_path / "model")
+    policy = load(folder, dtype="bf16")
+    before = {name: parameter.data_ptr() for name, parameter in policy.named_parameters()}
+
+    def as_bf16(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
+        return 200, json.loads(json.dumps(answer).replace("float32", "bfloat16"))
+
+    with replaying("vllm", as_bf16, unrecorded=in_bf16(folder, stronger=stronger)) as server:
+        for key in [key for key in server.answers if SAMPLES in key and f'"temperature": {TEMPERATURE}' in key]:
+            del server.answers[key]
+        with opened(server.address, policy, folder, tmp_path) as engine:
+            if stronger == 1.0:
+                sync(engine)
+                check = engine.weight_sync.checked[server.address]
+                assert check.exact_K is not None
+                assert check.off.mean > most_of(torch.bfloat16, None).mean
+            else:
+                with pytest.raises(Refusal, match=r"(?s)\[weights-differ\].* with fp32 weights"):
+                    sync(engine)
+    assert {name: parameter.data_ptr() for name, parameter in policy.named_parameters()} == before
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
 
 
 def takes(answer: dict[str, str]) -> Unrecorded:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -261,3 +261,40 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train()
+
+
+@contextmanager
+def in_fp32(policy: Policy) -> Iterator[None]:
+    """Gives the policy fp32 copies of its weights inside the `with` block. A layer has its copies only while it
+    runs."""
+    layers = policy.layers()
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    with ExitStack() as stack:
+        stack.enter_context(_copied([parameter for parameter in policy.parameters() if parameter not in inside]))
+        for layer in layers:
+            running = ExitStack()
+            stack.enter_context(running)  # if the layer fails, its hook after the forward pass does not run
+
+            def begin(module: nn.Module, _: Any, running: ExitStack = running) -> None:
+                running.enter_context(_copied(list(module.parameters())))
+
+            def end(*_: Any, running: ExitStack = running) -> None:
+                running.close()
+
+            stack.callback(layer.register_forward_pre_hook(begin).remove)
+            stack.callback(layer.register_forward_hook(end, prepend=True).remove)
+        yield
+
+
+@contextmanager
+def _copied(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Replaces the data of half-precision parameters by fp32 copies inside the `with` block. The original data keep
+    their addresses, which captured CUDA graphs use."""
+    originals = [(p, p.data) for p in parameters if p.dtype in (torch.bfloat16, torch.float16)]
+    try:
+        for parameter, data in originals:
+            parameter.data = data.float()
+        yield
+    finally:
+        for parameter, data in originals:
+            parameter.data = data

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
@@ -25,7 +22,7 @@ from lockstep.model.check import (
     tokens,
 )
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, WORDS
-from lockstep.model.policy import Policy, Scoring
+from lockstep.model.policy import Policy, Scoring, in_fp32
 from lockstep.model.text_model import placeholder_ids, text_config
 from lockstep.model.trials import ENGINE, LOADED_ENGINE, Unfit, hardware, run_trial
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -157,7 +154,7 @@ def _is_rounding(
         return False
     device = engine_K.device
     try:
-        with _in_fp32(policy):
+        with in_fp32(policy):
             exact_K = _scores(policy, batch)
             engine_fp32_K, trainer_fp32_K, _ = _two_scores(engine, policy, device)
             engine.release_memory()  # the KV cache is in fp32
@@ -168,43 +165,6 @@ def _is_rounding(
     off, usual = (float((found_K - exact_K).abs().mean()) for found_K in (engine_K, trainer_K))
     small = float((engine_K - trainer_K).abs().mean()) <= VIEW_TOLERANCE
     return same and small and off <= ROUNDING_RATIO * usual
-
-
-@contextmanager
-def _in_fp32(policy: Policy) -> Iterator[None]:
-    """Gives the policy fp32 copies of its weights inside the `with` block. A layer has its copies only while it
-    runs."""
-    layers = policy.layers()
-    inside = {parameter for layer in layers for parameter in layer.parameters()}
-    with ExitStack() as stack:
-        stack.enter_context(_copied([parameter for parameter in policy.parameters() if parameter not in inside]))
-        for layer in layers:
-            running = ExitStack()
-            stack.enter_context(running)  # if the layer fails, its hook after the forward pass does not run
-
-            def begin(module: nn.Module, _: Any, running: ExitStack = running) -> None:
-                running.enter_context(_copied(list(module.parameters())))
-
-            def end(*_: Any, running: ExitStack = running) -> None:
-                running.close()
-
-            stack.callback(layer.register_forward_pre_hook(begin).remove)
-            stack.callback(layer.register_forward_hook(end, prepend=True).remove)
-        yield
-
-
-@contextmanager
-def _copied(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Replaces the data of half-precision parameters by fp32 copies inside the `with` block. The original data keep
-    their addresses, which captured CUDA graphs use."""
-    originals = [(p, p.data) for p in parameters if p.dtype in (torch.bfloat16, torch.float16)]
-    try:
-        for parameter, data in originals:
-            parameter.data = data.float()
-        yield
-    finally:
-        for parameter, data in originals:
-            parameter.data = data
 
 
 def _low_precision_problem(

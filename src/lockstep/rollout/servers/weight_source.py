@@ -102,7 +102,8 @@ class GatherWeights:
 
 @dataclass(frozen=True)
 class ScoreAnswers:
-    """All ranks compute the log-probs of a weight check."""
+    """All ranks compute the log-probs of a weight check, with `fp32` from fp32 copies of the weights."""
 
     requests: Sequence[WantedSample]
     answers: Sequence[Answer]
+    fp32: bool = False

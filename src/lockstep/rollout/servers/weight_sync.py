@@ -8,14 +8,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from lockstep.device.base import Device
+from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import LostProcess, Refusal
 from lockstep.model.adapters.peft_folder import adapter_parameters
+from lockstep.model.check import RUN_ERRORS
 from lockstep.parallel.sharding import reshard
 from lockstep.rollout.servers.adapter import Answer, Placed, PushedWeights, ServerFailed, WantedSample
 from lockstep.rollout.servers.fleet import Server
@@ -99,7 +102,7 @@ class WeightSync:
     def follow(self, message: GatherWeights | ScoreAnswers) -> None:
         """Does the part of this rank in what rank 0 does."""
         if isinstance(message, ScoreAnswers):
-            self._scored(message)
+            _ = self._scored_in_fp32(message) if message.fp32 else self._scored(message)
             return
         for _ in self.source(self.policy.stored.named_parameters()):
             pass
@@ -482,7 +485,28 @@ class WeightSync:
         with self._timed("score"):
             message = ScoreAnswers(requests, answers)
             self._lead(message)
-            return self._scored(message)
+            result = self._scored(message)
+            if result.passes(self.bounds or most_of(self.dtype, self.settings.precision)) or not self._may_be_rounding:
+                return result
+            message = replace(message, fp32=True)
+            self._lead(message)
+            return replace(result, exact_K=self._scored_in_fp32(message))
+
+    @property
+    def _may_be_rounding(self) -> bool:
+        """Whether log-probs from fp32 copies of the weights show if a difference is rounding."""
+        from torch.distributed.tensor import DTensor
+
+        sharded = any(isinstance(parameter, DTensor) for parameter in self.policy.parameters())
+        return self.dtype != torch.float32 and self.settings.precision is None and not sharded
+
+    def _scored_in_fp32(self, message: ScoreAnswers) -> torch.Tensor | None:
+        """Returns None if the model cannot compute in fp32, for example because a kernel does not support it."""
+        try:
+            return self._scored(message).trainer_K
+        except RUN_ERRORS as error:
+            refuse_trouble(error, self.device.torch_device(self.world.local_rank))
+            return None
 
     def _answers(self, server: Server, requests: Sequence[WantedSample]) -> list[Answer]:
         with self._timed("probe"):
@@ -499,7 +523,7 @@ class WeightSync:
     def _scored(self, message: ScoreAnswers) -> CheckResult:
         device = self.device.torch_device(self.world.local_rank)
         try:
-            return checked(self.policy, device, message.requests, message.answers)
+            return checked(self.policy, device, message.requests, message.answers, fp32=message.fp32)
         finally:
             if self.streams:
                 reshard(self.policy)
@@ -532,7 +556,7 @@ class WeightSync:
         if (settings.top_p, settings.top_k, settings.min_p) == (1.0, 0, 0.0):
             return
         result, bounds = self._check(server, sampling), most_of(self.dtype, settings.precision)
-        if not result.off.mean <= bounds.mean:
+        if not result.off.mean <= bounds.mean and not result.passes(bounds):
             raise Refusal.at(
                 "rollout.truncated_sampling",
                 f"engine {self.server_adapter.name} truncates sampling differently from the trainer (top_p "
