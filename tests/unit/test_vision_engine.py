@@ -17,7 +17,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.check import CHECK_TOLERANCE
 from lockstep.model.load import load_policy
-from lockstep.model.policy import Policy
+from lockstep.model.policy import Policy, in_fp32
 from lockstep.model.towers.tiny_vision import write_tiny_vlm
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout import engine_check
@@ -111,7 +111,7 @@ class Precise(NativeEngine):
     """The built-in engine with fp32 arithmetic: correct, and rounded otherwise than the trainer."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        with engine_check._in_fp32(self.policy):
+        with in_fp32(self.policy):
             yield from super().generate(requests, sampling)
 
 

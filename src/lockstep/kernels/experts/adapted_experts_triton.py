@@ -1,13 +1,14 @@
 """The grouped products of experts with a LoRA adapter: x W + scale (x A) B without a separate sum.
 
 A rank of 16 makes a product cheap, but its output is as large as that of the experts. The kernel adds the product to
-the output of the experts where it lies, so this output is read and written once. The gradient of the inputs is made in
-the same way. The plain-torch reference is `plain_adapted`. Suffixes are those of `grouped_experts.py`; R is the rank.
+the output of the experts in place, so this output is read and written once. Each product is rounded to the dtype of the
+inputs before the sum, as in plain torch. The gradient of the inputs is computed in the same way. The plain-torch
+reference is `plain_adapted`. Suffixes are those of `grouped_experts.py`; R is the rank.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +18,16 @@ from torch.nn import functional
 from lockstep.kernels.experts.grouped_experts import LowRank, aligned_matrices, grouped_linear, has_grouped_mm, low_rank
 from lockstep.kernels.triton_math import INTERPRETED
 
-ROWS, COLUMNS = 64, 128
+
+class Tile(NamedTuple):
+    """The outputs of a program."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+TILE = Tile(64, 128, 4)
 LARGEST_RANK = 128  # larger matrices do not fit in the registers of a program beside its outputs
 
 
@@ -27,7 +37,6 @@ def _add_products(  # type: ignore[no-untyped-def]
     narrow,
     matrix,
     ends,
-    scale,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -36,7 +45,7 @@ def _add_products(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Adds scale narrow matrix[e] to the rows of each expert e. A program has some rows of one expert: the programs are
+    """Adds narrow matrix[e] to the rows of each expert e, rounded as the outputs before the sum. A program has some rows of one expert: the programs are
     numbered by expert, and the last ones have no rows."""
     program = tl.program_id(0)
     expert_E = tl.arange(0, PADDED)
@@ -62,32 +71,37 @@ def _add_products(  # type: ignore[no-untyped-def]
         product_PO = tl.dot(narrow_PR, matrix_RO, input_precision="ieee")
         place_PO = row_P[:, None] * WIDTH + column_O[None, :]
         inside_PO = inside_P[:, None] & inside_O[None, :]
-        sum_PO = tl.load(out + place_PO, mask=inside_PO, other=0.0).to(tl.float32) + scale * product_PO
-        tl.store(out + place_PO, sum_PO.to(out.dtype.element_ty), mask=inside_PO)
+        kind = out.dtype.element_ty
+        added_PO = product_PO.to(kind).to(tl.float32)
+        sum_PO = tl.load(out + place_PO, mask=inside_PO, other=0.0).to(tl.float32) + added_PO
+        tl.store(out + place_PO, sum_PO.to(kind), mask=inside_PO)
 
 
 def add_products(
-    out_PO: torch.Tensor, narrow_PR: torch.Tensor, matrix_ERO: torch.Tensor, scale: float, ends_E: torch.Tensor
+    out_PO: torch.Tensor,
+    narrow_PR: torch.Tensor,
+    matrix_ERO: torch.Tensor,
+    ends_E: torch.Tensor,
+    tile: Tile = TILE,
 ) -> None:
-    """Adds scale narrow matrix of each row's expert to `out_PO`. The rows behind the last expert stay unchanged."""
+    """Adds narrow matrix of each row's expert to `out_PO`. The rows behind the last expert stay unchanged."""
     (count, rank, width), rows = matrix_ERO.shape, len(out_PO)
     if not rows:
         return
     assert all(one.is_contiguous() for one in (out_PO, narrow_PR, matrix_ERO))
-    _add_products[(triton.cdiv(rows, ROWS) + count, triton.cdiv(width, COLUMNS))](
+    _add_products[(triton.cdiv(rows, tile.rows) + count, triton.cdiv(width, tile.columns))](
         out_PO,
         narrow_PR,
         matrix_ERO,
         ends_E,
-        scale,
         EXPERTS=count,
         PADDED=triton.next_power_of_2(count),
         WIDTH=width,
         RANK=rank,
         PADDED_RANK=max(16, triton.next_power_of_2(rank)),
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        num_warps=4,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
     )
 
 
@@ -103,8 +117,8 @@ class _AdaptedExperts(torch.autograd.Function):
         ends_E: torch.Tensor,
     ) -> torch.Tensor:
         out = grouped_linear(x_PI, weight_EIO, ends_E).contiguous()
-        narrow_PR = grouped_linear(x_PI, a_EIR, ends_E).contiguous()
-        add_products(out, narrow_PR, b_ERO, scale, ends_E)
+        narrow_PR = (grouped_linear(x_PI, a_EIR, ends_E) * scale).contiguous()
+        add_products(out, narrow_PR, b_ERO, ends_E)
         ctx.save_for_backward(x_PI, weight_EIO, a_EIR, b_ERO, narrow_PR, ends_E)
         ctx.scale = scale
         return out
@@ -118,11 +132,11 @@ class _AdaptedExperts(torch.autograd.Function):
         grad_narrow = (grouped_linear(grad, b_ERO.transpose(-2, -1), ends_E) * ctx.scale).contiguous()
         if needs_x:
             grad_x = grouped_linear(grad, weight_EIO.transpose(-2, -1), ends_E).contiguous()
-            add_products(grad_x, grad_narrow, a_EIR.transpose(-2, -1).contiguous(), 1.0, ends_E)
+            add_products(grad_x, grad_narrow, a_EIR.transpose(-2, -1).contiguous(), ends_E)
         if needs_a:
             grad_a = _grouped_gradient(x_PI, grad_narrow, ends_E)
         if needs_b:
-            grad_b = _grouped_gradient(narrow_PR, grad, ends_E) * ctx.scale
+            grad_b = _grouped_gradient(narrow_PR, grad, ends_E)
         return grad_x, None, grad_a, grad_b, None, None
 
 
