@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,18 @@ def test_a_deterministic_run_resumes_bit_identical(recipe_file: Path, tmp_path: 
     losses(recipe_file, "part", *settings)
     shutil.rmtree(tmp_path / "runs" / "part" / "checkpoints" / "step_6")
     assert losses(recipe_file, "part", *settings) == whole
+
+
+def test_the_first_backward_pass_prints_no_warning() -> None:
+    """The thread of the backward pass has a CUDA context before its first product of matrices."""
+    code = """
+import torch
+from lockstep.device.select import select
+device = select("cuda")
+device.use(0)
+x = torch.ones(64, 64, device=device.torch_device(), requires_grad=True)
+(x @ x).sum().backward()
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "no current CUDA context" not in done.stderr, done.stderr

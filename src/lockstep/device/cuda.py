@@ -90,6 +90,12 @@ class Cuda(Accelerator):
             return f"torch {torch.__version__} (CUDA {torch.version.cuda}) reports: {first_sentence(error)}{shown}"
         return f"torch {torch.__version__} sees no NVIDIA device"
 
+    def use(self, index: int) -> None:
+        super().use(index)
+        # The thread of the backward pass gets its CUDA context from the first kernel. If that were one of cuBLAS, torch
+        # would print a warning.
+        torch.ones((), device=self.torch_device(index), requires_grad=True).neg().backward()
+
     @property
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         # Below compute capability 8.0, bfloat16 is emulated and slower than float32.

@@ -45,8 +45,8 @@ def _add_products(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Adds narrow matrix[e] to the rows of each expert e, rounded as the outputs before the sum. A program has some rows of one expert: the programs are
-    numbered by expert, and the last ones have no rows."""
+    """Adds narrow matrix[e] to the rows of each expert e. The product is rounded to the dtype of the outputs before the
+    sum. A program has some rows of one expert: the programs are numbered by expert, and the last ones have no rows."""
     program = tl.program_id(0)
     expert_E = tl.arange(0, PADDED)
     end_E = tl.load(ends + expert_E, mask=expert_E < EXPERTS, other=0)

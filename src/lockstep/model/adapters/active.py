@@ -52,6 +52,8 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
 def saved_copies(model: nn.Module) -> list[tuple[str, Any]]:
     """Returns PEFT's wrappers of `modules_to_save`, with their names. A wrapper has the original module and trained
     copies of it."""
+    if not _peft_is_used():
+        return []
     from peft.utils.other import ModulesToSaveWrapper
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
