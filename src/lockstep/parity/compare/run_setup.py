@@ -188,7 +188,8 @@ def _data(a: Evidence, b: Evidence) -> Differences:
         return [], [_unknown("the training rows' fingerprints", [train_a, train_b])]
     found = []
     if train_a != train_b:
-        found.append(Difference("data", "data.train", train_a, train_b, "blocks", "the training rows differ"))
+        effect = "the files of the training rows differ (generated files can differ: copy them to both machines)"
+        found.append(Difference("data", "data.train", train_a, train_b, "blocks", effect))
     for key in ("data.kept.rows", "data.kept.tokens"):
         if all(_has(one.env, key) for one in (a, b)):
             kept = Effect("blocks", "the trained tokens differ because of template, tokenizer or limits")
