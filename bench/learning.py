@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def train(folder: Path, method: str, seed: int, base: str, words: Sequence[str],
         *("val.at_start=true", f"checkpoint.every={args.steps}", "checkpoint.keep_best=0", *sizes, *keys, *words),
         log=folder / f"{name}.log",
     )
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
     done.write_text(f"{time.monotonic() - began:.1f}\n", encoding="utf-8")
     return run
 
