@@ -70,7 +70,13 @@ def start(words: list[str], folder: Path) -> tuple[float | None, float | None]:
 
 
 HIDDEN, FEED, TOKENS = 2048, 5632, 151_936
-LINES = {"first_line": "", "loading": "Loading ", "loaded": "Loading ", "first_step": "step 1/", "saved": "saved "}
+LINES = {
+    "first_line": "",
+    "loading": "Loading model ...",
+    "loaded": "Loading model: done",
+    "first_step": "step 1/",
+    "saved": "saved ",
+}
 
 
 def write_model(folder: Path, tokenizer: Path, parameters: float) -> list[Path]:
@@ -136,8 +142,7 @@ def timed_run(folder: Path, files: list[Path], device: str, name: str) -> dict[s
     assert process.stdout is not None
     lines = [(time.perf_counter() - began, line) for line in process.stdout]
     assert process.wait() == 0, "".join(line for _, line in lines)
-    found = {f"{name}_s": [at for at, line in lines if line.startswith(start)] for name, start in LINES.items()}
-    moments = {name: times[1 if name == "loaded_s" else 0] for name, times in found.items()}
+    moments = {f"{name}_s": next(at for at, line in lines if line.startswith(start)) for name, start in LINES.items()}
     until = [0.0, *(at for at, _ in lines if at <= moments["first_step_s"])]
     silence = max(later - earlier for earlier, later in pairwise(until))
     loading = moments.pop("loaded_s") - moments.pop("loading_s")
