@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError
 
+from lockstep.data.prepare.agent_rows import TEMPLATE
 from lockstep.data.prepare.generated import write_arithmetic, write_preferences
 from lockstep.data.prepare.squares import SQUARES_SOURCE, write_squares
 from lockstep.errors import Refusal, unwritten
@@ -150,6 +151,7 @@ class Smoke:
 
     def recipe(self) -> Recipe:
         self._models()
+        self._template()
         self._rows()
         self._lengths()
         self._sizes()
@@ -219,6 +221,23 @@ class Smoke:
                 shutil.copy(Path(process_folder) / PROCESS, folder / PROCESS)
                 reward["process"] = str(folder)
                 self.changes.append(("reward.process", "a small model with random weights"))
+
+    def _template(self) -> None:
+        """Gives the tiny model a chat template with tools. Its own template has none, and the template of the recipe
+        may be a file that does not exist yet."""
+        data, rollout = self.values["data"], self.values.get("rollout", {})
+        missing = data["template"].endswith(".jinja") and not _exists(data["template"])
+        speaks = any(rollout.get(key) for key in ("tools", "environment", "agent"))
+        if self.vision:
+            if missing:
+                self.changes.append(("data.template", f"that of the model, because {data['template']} does not exist"))
+                data["template"] = "auto"
+        elif missing or (speaks and data["template"] == "auto" and local_folder(self.given.model.path) is None):
+            file = self.folder / "template.jinja"
+            file.write_text(TEMPLATE, encoding="utf-8")
+            why = f", because {data['template']} does not exist" if missing else " for the tiny model"
+            self.changes.append(("data.template", f"a template with tools{why}"))
+            data["template"] = str(file)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
