@@ -22,7 +22,7 @@ from lockstep.kernels.experts.grouped_experts import grouped_linear
 from report import machine, summary, write_record
 from sides import Stopwatch
 
-# The first one is that of the product.
+# The first tile is the one that training uses.
 TILES = [
     TILE,
     Tile(32, 128, 4),

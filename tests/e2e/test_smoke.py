@@ -233,3 +233,22 @@ def test_every_built_in_recipe_passes(
     recipe = load_recipe(name, ["device=cpu"])
     smoke_test(recipe)
     assert f": {PASSED if recipe.model.vision is None else WITHOUT_TAPE}" in said_by(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "why"),
+    [
+        ("agent-calculator", "template.jinja", "for the tiny model"),
+        ("warmup-calculator", "template.jinja", "because quickstart/calculator/template.jinja does not exist"),
+        ("grpo-arithmetic", "auto", ""),
+    ],
+)
+def test_the_tiny_model_gets_a_template_with_tools(
+    name: str, template: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = Smoke(load_recipe(name, ["device=cpu"]), tmp_path / "smoke")
+    assert Path(made.recipe().data.template).name == template
+    changed = dict(made.changes).get("data.template", "")
+    assert why in changed
+    assert bool(changed) == bool(why)

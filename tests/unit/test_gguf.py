@@ -86,10 +86,24 @@ def test_an_imported_tokenizer_is_that_of_the_file(tiny_folder: Path, tmp_path: 
         if broken:
             found.eos_token, found.pad_token, found.clean_up_tokenization_spaces = found.bos_token, None, True
             found.backend_tokenizer.decoder = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
-            importing._restore_tokenizer(found, gguf.GGUFReader(file))
+            importing._restore_tokenizer(found, gguf.GGUFReader(file), file)
         assert found.eos_token_id == wanted.eos_token_id != wanted.bos_token_id == found.bos_token_id
         assert found.pad_token_id == wanted.pad_token_id
         assert not found.clean_up_tokenization_spaces
         ids = wanted(text)["input_ids"]
         assert found(text)["input_ids"] == ids
         assert found.decode(ids) == wanted.decode(ids) == text
+
+
+def test_a_special_token_outside_the_vocabulary_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    """transformers 5.17 reads such a file and gives the tokenizer no end token; later versions refuse the file."""
+    file = write_gguf(tiny_folder, tmp_path / "tiny.gguf")
+    reader = gguf.GGUFReader(file, "r+")
+    reader.get_field("tokenizer.ggml.eos_token_id").parts[-1][0] = 70_000
+    reader.data.flush()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    with pytest.raises(Refusal, match=r"its eos_token has id 70000, but its vocabulary has \d+ tokens"):
+        importing._restore_tokenizer(tokenizer, reader, file)
+    with pytest.raises(Refusal):
+        import_gguf(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -20,6 +20,7 @@ from lockstep.parallel.world import World
 from lockstep.rollout.servers.adapter import prompt_digest
 from lockstep.rollout.servers.vllm import SAMPLES
 from lockstep.rollout.servers.weight_check import TEMPERATURE, most_of
+from lockstep.rollout.servers.weight_source import ScoreAnswers
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,7 @@ def test_large_rounding_errors_are_not_taken_for_other_weights(stronger: float, 
     engine is as close to them as the trainer. An engine whose attention output is 10 % larger is not."""
     write_tiny(tmp_path / "model")
     folder = noisy(tmp_path / "model")
-    policy = load(folder, dtype="bf16")
+    policy, told = load(folder, dtype="bf16"), list[Any]()
     before = {name: parameter.data_ptr() for name, parameter in policy.named_parameters()}
 
     def as_bf16(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any]:
@@ -165,10 +166,14 @@ def test_large_rounding_errors_are_not_taken_for_other_weights(stronger: float, 
     with replaying("vllm", as_bf16, unrecorded=in_bf16(folder, stronger=stronger)) as server:
         for key in [key for key in server.answers if SAMPLES in key and f'"temperature": {TEMPERATURE}' in key]:
             del server.answers[key]
-        with opened(server.address, policy, folder, tmp_path) as engine:
+        with opened(server.address, policy, folder, tmp_path, Rank(0, 2, told=told)) as engine:
             if stronger == 1.0:
                 sync(engine)
                 check = engine.weight_sync.checked[server.address]
+                # The other ranks compute the same passes: they would wait for each other otherwise.
+                assert [one.fp32 for one in told if isinstance(one, ScoreAnswers)] == [False, True] * 2
+                passes = [engine.weight_sync.follow(one) for one in told if isinstance(one, ScoreAnswers)]
+                assert len(passes) == 4
                 assert check.exact_K is not None
                 assert check.off.mean > most_of(torch.bfloat16, None).mean
             else:

@@ -223,19 +223,21 @@ class Smoke:
                 self.changes.append(("reward.process", "a small model with random weights"))
 
     def _template(self) -> None:
-        """Gives the tiny model a chat template with tools. Its own template has none, and the template of the recipe
-        may be a file that does not exist yet."""
+        """Replaces a template file that does not exist yet, and the template of the tiny model, which has no tools."""
         data, rollout = self.values["data"], self.values.get("rollout", {})
-        missing = data["template"].endswith(".jinja") and not _exists(data["template"])
-        speaks = any(rollout.get(key) for key in ("tools", "environment", "agent"))
+        given, tiny = data["template"], local_folder(self.given.model.path) is None
+        missing = given.endswith(".jinja") and not _exists(given)
         if self.vision:
             if missing:
-                self.changes.append(("data.template", f"that of the model, because {data['template']} does not exist"))
+                self.changes.append(("data.template", f"that of the model, because {given} does not exist"))
                 data["template"] = "auto"
-        elif missing or (speaks and data["template"] == "auto" and local_folder(self.given.model.path) is None):
+            return
+        several_turns = any(rollout.get(key) for key in ("tools", "environment", "agent"))
+        needs_tools = several_turns and tiny and given == "auto"
+        if missing or needs_tools:
             file = self.folder / "template.jinja"
             file.write_text(TEMPLATE, encoding="utf-8")
-            why = f", because {data['template']} does not exist" if missing else " for the tiny model"
+            why = f", because {given} does not exist" if missing else " for the tiny model"
             self.changes.append(("data.template", f"a template with tools{why}"))
             data["template"] = str(file)
 

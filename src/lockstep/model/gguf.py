@@ -58,7 +58,7 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
         tokenizer = pretrained(AutoTokenizer, str(file.parent), str(file), "its tokenizer", gguf_file=file.name)
         dtype = torch.float32
         packed = whole_model(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
-    _restore_tokenizer(tokenizer, packing)
+    _restore_tokenizer(tokenizer, packing, file)
     model = _unquantised(packed)
     notes = _tied(model, file, tie)
     try:
@@ -136,7 +136,7 @@ def _unquantised(packed: Any) -> Any:
     return model
 
 
-def _restore_tokenizer(tokenizer: PreTrainedTokenizerBase, packing: Any) -> None:
+def _restore_tokenizer(tokenizer: PreTrainedTokenizerBase, packing: Any, file: Path) -> None:
     """Sets what transformers drops or reads wrongly from a GGUF file. Some versions give a Llama with byte-level tokens
     the special tokens and the decoder of SentencePiece, so generation would not stop at the end token of the file. No
     version keeps the digit splitting of `smollm`."""
@@ -147,18 +147,22 @@ def _restore_tokenizer(tokenizer: PreTrainedTokenizerBase, packing: Any) -> None
         return None if field is None else field.contents()
 
     for name, key in SPECIAL_TOKENS.items():
-        if (number := read(f"{key}_token_id")) is not None:
-            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(number)))
+        if (number := read(f"{key}_token_id")) is None:
+            continue
+        if number >= len(tokenizer):
+            why = f"its {name} has id {number}, but its vocabulary has {len(tokenizer):,} tokens"
+            raise Refusal.at(file, why, "copy or download the file again", code="damaged-file")
+        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(number)))
     tokenizer.clean_up_tokenization_spaces = False
-    backend = tokenizer.backend_tokenizer
     if read("model") == "gpt2":  # byte-level tokens
+        backend = tokenizer.backend_tokenizer
         backend.model.byte_fallback, backend.model.fuse_unk = False, False
         if not isinstance(backend.decoder, decoders.ByteLevel):
             backend.decoder = decoders.ByteLevel()
     if read("pre") == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
 # Transformers reads the whole file several times with the package gguf, which creates several numpy arrays for each of

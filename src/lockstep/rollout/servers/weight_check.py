@@ -152,6 +152,16 @@ def checked(
     return CheckResult([answer.ids for answer in answers], rollout_logprobs_K, trainer_K)
 
 
+def can_score_in_fp32(policy: Policy, precision: str | None) -> bool:
+    """Returns whether the trainer can compute log-probs with fp32 copies of its weights that show what is rounding. It
+    cannot if the weights are in fp32 already, if the server quantises them to `precision`, or if they are sharded."""
+    from torch.distributed.tensor import DTensor
+
+    parameters = list(policy.parameters())
+    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters)
+    return half and precision is None and not any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
 def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype, precision: str | None = None) -> Bounds:
     """Computes the bounds of later weight checks from the checks of two pushes of the same weights."""
     least, most = LEAST[dtype] if precision is None else LOW_PRECISION_LEAST, most_of(dtype, precision)

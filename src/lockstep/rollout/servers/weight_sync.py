@@ -27,6 +27,7 @@ from lockstep.rollout.servers.weight_check import (
     Bounds,
     CheckResult,
     calibrated,
+    can_score_in_fp32,
     check_requests,
     checked,
     most_of,
@@ -486,19 +487,12 @@ class WeightSync:
             message = ScoreAnswers(requests, answers)
             self._lead(message)
             result = self._scored(message)
-            if result.passes(self.bounds or most_of(self.dtype, self.settings.precision)) or not self._may_be_rounding:
+            bounds = self.bounds or most_of(self.dtype, self.settings.precision)
+            if result.passes(bounds) or not can_score_in_fp32(self.policy, self.settings.precision):
                 return result
             message = replace(message, fp32=True)
             self._lead(message)
             return replace(result, exact_K=self._scored_in_fp32(message))
-
-    @property
-    def _may_be_rounding(self) -> bool:
-        """Whether log-probs from fp32 copies of the weights show if a difference is rounding."""
-        from torch.distributed.tensor import DTensor
-
-        sharded = any(isinstance(parameter, DTensor) for parameter in self.policy.parameters())
-        return self.dtype != torch.float32 and self.settings.precision is None and not sharded
 
     def _scored_in_fp32(self, message: ScoreAnswers) -> torch.Tensor | None:
         """Returns None if the model cannot compute in fp32, for example because a kernel does not support it."""
