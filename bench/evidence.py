@@ -139,7 +139,7 @@ def _run(folder: Path, row: EvidenceRow, pair: EvidencePair, side: str, number: 
     log = folder / f"{name}.log"
     with log.open("w", encoding="utf-8") as file:
         code = subprocess.run(
-            _command(folder, row, pair, side, name, words), stdout=file, stderr=subprocess.STDOUT, check=False
+            _command(folder, row, pair, side, number, words), stdout=file, stderr=subprocess.STDOUT, check=False
         ).returncode
     seconds = round(time.monotonic() - began, 1)
     if code:
@@ -155,9 +155,9 @@ def _run(folder: Path, row: EvidenceRow, pair: EvidencePair, side: str, number: 
 
 
 def _command(
-    folder: Path, row: EvidenceRow, pair: EvidencePair, side: str, name: str, words: tuple[str, ...]
+    folder: Path, row: EvidenceRow, pair: EvidencePair, side: str, number: int, words: tuple[str, ...]
 ) -> list[str]:
-    own = pair.sides[side]
+    own, name = pair.sides[side], f"{side}-{number}"
     dtype = "fp32" if os.environ.get(EMULATED) == own.device else own.dtype
     processes = _processes(row, own.device)
     shared = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
@@ -168,7 +168,7 @@ def _command(
     start = ["-m", "lockstep"]
     if processes > 1:
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *start]
-    named = [f"run.folder={folder.resolve()}", f"run.name={name}"]
+    named = [f"run.folder={folder.resolve()}", f"run.name={name}", f"batch.tokens={pair.tokens_of(number)}"]
     return [sys.executable, *start, "train", str(file), *named, *settings["words"], *words]
 
 

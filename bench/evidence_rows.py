@@ -79,7 +79,7 @@ ROWS: dict[str, EvidenceRow] = {
 
 @dataclass(frozen=True)
 class Side:
-    """How one side of a pair runs: its device, the dtype, how many equal runs, and further recipe keys."""
+    """How one side of a pair runs: its device, the dtype, how many runs, and further recipe keys."""
 
     device: str
     dtype: str
@@ -106,6 +106,13 @@ class EvidencePair:
     def __post_init__(self) -> None:
         assert set(self.sides) == {self.a, self.b}
 
+    def tokens_of(self, run: int) -> int:
+        """The size of the micro-batches of a side's first, second ... run. Equal runs of a deterministic side are
+        copies; with other micro-batches their sums round differently, so that they measure the noise of rounding."""
+        return int(self.micro_batch * REPEATED[max(run - 1, 0)])  # run 0 is the one that is replayed
+
+
+REPEATED = (1, 0.5, 0.75)  # sizes of the micro-batches of repeats
 
 # One run on the CPU, which is slow, and three on the card: the noise of a run is measured there.
 CPU_CUDA = EvidencePair(
@@ -170,9 +177,12 @@ def side_recipe(recipe: Mapping[str, Any], row: EvidenceRow, side: Side, dtype: 
     own = _merged(_merged({"device": side.device, "model": {"dtype": dtype}}, side.keys), {})
     # vLLM serves no model on a plain CPU installation: there the row's other side is the built-in engine.
     if row.engine != "native" and side.device != "cpu":
-        # The model is small, and the trainer has the same device.
-        served = {"engine": row.engine, "server": {"args": ["--gpu-memory-utilization", "0.2"]}}
-        own = _merged(own, {"rollout": served})
+        # The model is small, and the trainer has the same device. A fixed cache needs no profiling of memory, which
+        # fails if another process frees memory at that time.
+        words = ["--gpu-memory-utilization", "0.2"]
+        if side.device == "cuda":
+            words += ["--kv-cache-memory-bytes", str(8 * 10**9)]
+        own = _merged(own, {"rollout": {"engine": row.engine, "server": {"args": words}}})
     if row.ring and processes > 1:
         own = _merged(own, {"parallel": {"context_parallel": processes, "context_layout": "zigzag"}})
     return _merged(recipe, own)

@@ -149,6 +149,17 @@ def test_names_of_the_logs_themselves_and_two_names_at_once() -> None:
         compare(a, b, bars={"loss=mine/los": 2.0})
 
 
+def test_a_repeat_that_equals_its_run_is_reported_and_not_used() -> None:
+    curve = [1 / step for step in range(1, 21)]
+    other, again = ([value + 0.01 * sign for value in curve] for sign in (1, -1))
+    got = compare(log(train__loss=curve), log(train__loss=other), [log(train__loss=curve), log(train__loss=again)])
+    power = next(metric for metric in got.metrics if metric.name == "train/loss").power
+    assert power is not None and power.repeats == 1
+    (remark,) = (each for each in got.unknown if "repeats" in each)
+    assert "the noise of train/loss: 1 of its repeats equals another run of the same side at all steps" in remark
+    assert "(another batch.tokens)" in remark
+
+
 def test_a_curve_near_zero_is_judged_by_its_scaled_error() -> None:
     # Mean error 0.05 %, far below the bar; and yet the curves differ by an eighth: 0.0005 of 0.004.
     near = compare(log(train__loss=[0.004, 0.004]), log(train__loss=[0.0045, 0.0045]))

@@ -157,9 +157,33 @@ def test_the_same_runs_leave_no_noise() -> None:
     a = np.stack([reward(50)] * 3)
     judgement, examined = judged(a, a[:1])
     assert judgement.explanation == "A and B are equal at all 50 steps"
-    assert examined.power == Power(2, 0.0, 0.0, 0.0, 3, 50)
-    other = judged(a, a[:1] + 1e-6)[0]
-    assert (other.verdict, "drift: +1e-06 in the mean of steps 1 to 50" in other.explanation) == ("in step", True)
+    assert (examined.power, examined.copies) == (Power(0, 0.0, 0.0, 0.0, 3, 50), 2)
+    assert judged(a, a[:1] + 1e-6)[0].verdict == "in step"
+
+
+def test_copies_of_a_deterministic_run_are_no_repeats() -> None:
+    """A is deterministic, so its repeats are equal. B rounds differently and then samples other responses. The copies
+    do not show by how much two such runs differ."""
+    draw = np.random.default_rng(11)
+    a, b = np.stack([0.15 + 0.02 * draw.normal(size=40)] * 3), 0.15 + 0.02 * draw.normal(size=(1, 40))
+    judgement, examined = judged(a, b)
+    assert (judgement.verdict, examined.repeats, examined.copies) == ("cannot tell", 0, 2)
+    assert "the noise is unknown without repeats" in judgement.explanation
+    # A run that earns nothing is found without the noise of repeats.
+    assert judged(a, 0.001 * draw.normal(size=(1, 40)))[0].verdict == "out of step"
+
+
+def test_one_deterministic_side_does_not_hide_the_noise_of_the_other() -> None:
+    """With kernels, repeats differ from the second step on; with plain torch, they are equal. The copies of plain torch
+    are one run."""
+    draw = np.random.default_rng(12)
+    a = np.stack([0.8 + 0.03 * draw.normal(size=200)] * 3)
+    b = 0.8 + 0.03 * draw.normal(size=(3, 200))
+    judgement, examined = judged(a, b)
+    assert (examined.repeats, examined.copies, examined.findings) == (2, 2, [])
+    assert judgement.verdict == "in step"
+    same, other = judged(a[:1], b)
+    assert (judgement, examined.findings) == (same, other.findings)
 
 
 def test_rewards_that_differ_by_single_responses_are_not_out_of_step() -> None:

@@ -108,7 +108,8 @@ def _metric_lines(metric: Metric) -> list[str]:
 
 def _power(power: Power) -> str:
     if power.noise_sd == 0:
-        return "the repeats have no noise, so the test would find any difference"
+        curves = "repeats" if power.repeats else "two curves"
+        return f"the {curves} show no noise, so the test would find any difference"
     steps = f"{power.collapse_steps:,} steps" if power.collapse_steps > 1 else "step"
     late = f"a collapse of {power.collapse:.2g} in the last {steps}"
     latest = f", a drop of {DEEP} noise sd as late as step {power.latest_step}" if power.latest_step is not None else ""

@@ -246,7 +246,16 @@ def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
         whose = f"the noise of {metric.name}"
         if metric.noise is None:
             yield f"{whose}: A, B and the repeats have fewer than {MIN_NOISE_STEPS} common steps with finite values"
-        elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
+            continue
+        if metric.copies:
+            verb = "equals" if metric.copies == 1 else "equal"
+            yield (
+                f"{whose}: {metric.copies} of its repeats {verb} another run of the same side at all steps and "
+                "cannot show the noise of rounding; give repeats whose sums round differently (another batch.tokens)"
+            )
+        if metric.power is None:
+            continue
+        if lacking := len(metric.repeats) - metric.power.repeats - metric.copies:
             verb = "lacks" if lacking == 1 else "lack"
             yield f"{whose}: {lacking} of its repeats {verb} too many consecutive steps, so only the others are used"
 
@@ -362,6 +371,7 @@ def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
         matching=matched.explanation,
         findings=examined.findings if examined else [],
         power=examined.power if examined else None,
+        copies=examined.copies if examined else 0,
         bar_result=judgement.bar if judgement else None,
         test_result=judgement.test if judgement else None,
         incomplete=lacking,

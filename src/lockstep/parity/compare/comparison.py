@@ -117,6 +117,8 @@ class Metric:
     findings: list[Finding] = field(default_factory=list)
     """The significant differences, the strongest first. A metric without a verdict has an empty list."""
     power: Power | None = None
+    copies: int = 0
+    """The number of repeats that equal another run of their side at all steps. They are not used."""
     bar_result: BarResult | None = None
     """Whether the error meets the bar (the allowed error) of the Ascend documents, without the statistical test. A
     metric without a verdict has None."""

@@ -81,14 +81,16 @@ MAX_TIMES_LONGER = 16
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of the statistical test. `repeats` is the number of usable repeat runs. `spread` and `power` are None
-    if there are too few steps."""
+    """The result of the statistical test. `repeats` is the number of usable repeat runs. `copies` is the number of
+    repeats that are not used because they equal another run of their side. `spread` and `power` are None if there are
+    too few steps."""
 
     steps: np.ndarray
     repeats: int
     findings: list[Finding]
     spread: Spread | None = None
     power: Power | None = None
+    copies: int = 0
 
     def suffices(self, limit: float) -> Wanted | None:
         assert self.power is not None
@@ -108,13 +110,15 @@ def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]
     if not _covers(shared):
         a, b, shared = a[:1], b[:1], np.ones(len(steps), dtype=bool)
     steps, a, b = steps[shared], a[:, shared], b[:, shared]
+    given = len(a) + len(b)
+    a, b = _distinct(a), _distinct(b)
     scores, spread = score(a, b)
     runs = (len(a), len(b))
     found = _window_findings(steps, b.mean(axis=0) - a.mean(axis=0), scores, spread, runs)
     if sum(runs) == 2:
         found += _opposed(steps, a[0], b[0])
     drift = float((b[:, None] - a).mean())
-    return Examined(steps, sum(runs) - 2, found, spread, power_of(spread, steps, runs, drift))
+    return Examined(steps, sum(runs) - 2, found, spread, power_of(spread, steps, runs, drift), given - sum(runs))
 
 
 def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
@@ -145,6 +149,17 @@ def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
 def _covering(repeats: Sequence[Series], steps: np.ndarray) -> list[np.ndarray]:
     values = [values_at(repeat, steps) for repeat in repeats]
     return [each for each in values if _covers(np.isfinite(each))]
+
+
+def _distinct(runs: np.ndarray) -> np.ndarray:
+    """Returns the runs without those that equal an earlier run at all steps. Such a copy comes from a deterministic
+    set-up. It contains no information on the noise: the copies share the rounding errors of their side, which the other
+    side does not have."""
+    kept: list[int] = []
+    for index, run in enumerate(runs):
+        if not any(np.array_equal(run, runs[other]) for other in kept):
+            kept.append(index)
+    return runs[kept]
 
 
 def _covers(there: np.ndarray) -> bool:
