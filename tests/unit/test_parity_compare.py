@@ -154,7 +154,8 @@ def test_a_repeat_that_equals_its_run_is_reported_and_not_used() -> None:
     other, again = ([value + 0.01 * sign for value in curve] for sign in (1, -1))
     got = compare(log(train__loss=curve), log(train__loss=other), [log(train__loss=curve), log(train__loss=again)])
     power = next(metric for metric in got.metrics if metric.name == "train/loss").power
-    assert power is not None and power.repeats == 1
+    assert power is not None
+    assert power.repeats == 1
     (remark,) = (each for each in got.unknown if "repeats" in each)
     assert "the noise of train/loss: 1 of its repeats equals another run of the same side at all steps" in remark
     assert "(another batch.tokens)" in remark
