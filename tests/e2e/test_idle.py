@@ -75,6 +75,7 @@ def test_equal_rewards_stop_an_online_run_with_a_checkpoint(
     assert "every advantage is zero" in why
     assert "same reward (mean 0)" in why
     assert "samples.jsonl" in remedy
+    assert "a worked example in the prompts" in remedy
     assert "run.max_idle_updates=0" in remedy
     (warning,) = idle_warnings()
     assert re.search(r"after 3 .*\(run.max_idle_updates\)", warning)

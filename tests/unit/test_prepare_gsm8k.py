@@ -47,6 +47,25 @@ def test_rows_in_the_rl_schema(tmp_path: Path) -> None:
     }
 
 
+def test_worked_examples_begin_each_prompt(tmp_path: Path) -> None:
+    """The first training question is the example, without the calculator's notes, and no longer a training row."""
+    counts = write_gsm8k(tmp_path / "out", source=raw(tmp_path / "raw"), check_counts=False, examples=1)
+    assert counts == {"train.parquet": 2, "test.parquet": 1}
+    for split, question in (("train", "A thousand and one?"), ("test", "Two and two?")):
+        first = parquet.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist()[0]
+        asked = "Think step by step, and give the final answer after ####."
+        assert first["prompt"] == [
+            {"role": "user", "content": f"Two and two? {asked}"},
+            {"role": "assistant", "content": "2+2=4\n#### 4"},
+            {"role": "user", "content": f"{question} {asked}"},
+        ]
+    with pytest.raises(Refusal, match="3 worked examples are requested, and the file has 3 rows"):
+        write_gsm8k(tmp_path / "none", source=tmp_path / "raw", check_counts=False, examples=3)
+    bad = [{"question": "What?", "answer": "no mark"}, *ROWS]
+    with pytest.raises(Refusal, match=r"train\.jsonl line 1"):
+        write_gsm8k(tmp_path / "no", source=raw(tmp_path / "bad", train=bad), check_counts=False, examples=1)
+
+
 def test_a_part_of_the_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="has 3 rows, but the complete data set has 7,473"):
         write_gsm8k(tmp_path / "out", source=raw(tmp_path / "raw"))

@@ -87,11 +87,15 @@ def tiny_vlm(folder: Path, seed: int = 0) -> None:
 def gsm8k(
     folder: Annotated[Path, typer.Argument(metavar="OUT")],
     source: Annotated[Path | None, typer.Option("--from", help="Folder with train.jsonl and test.jsonl.")] = None,
+    examples: Annotated[
+        int,
+        typer.Option(min=0, help="Worked examples before each question, for models that do not answer as '#### 42'."),
+    ] = 0,
 ) -> None:
     """Write GSM8K as RL rows to OUT, from the raw files or the hub."""
     from lockstep.data.prepare.generated import write_gsm8k
 
-    _echo_counts(folder, write_gsm8k(folder, source=source))
+    _echo_counts(folder, write_gsm8k(folder, source=source, examples=examples))
 
 
 @data_app.command()

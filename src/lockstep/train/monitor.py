@@ -329,11 +329,12 @@ def find_idle_cause(batch: TrainBatch, recipe: Recipe) -> IdleCause | None:
     masked = f"{cut:.0%} of the responses are masked as truncated, and of the others " if cut else ""
     if estimator_row(recipe.algorithm.advantage).groups and not metrics["critic/mixed_groups"]:
         mean = metrics["critic/score/mean"]
+        form = "" if mean else "; a worked example in the prompts shows the form of answers that the reward reads"
         return IdleCause(
             f"{masked}every advantage is zero, because all responses of each group earned the same reward (mean "
             f"{mean:.4g})",
             "check that the reward distinguishes answers (samples.jsonl), and that the task is neither too hard nor "
-            "too easy for the model",
+            f"too easy for the model{form}",
         )
     return IdleCause(f"{masked}every advantage is zero", "check the reward (samples.jsonl) and algorithm.advantage")
 

@@ -312,11 +312,16 @@ COUNTS = {"train": 7473, "test": 1319}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
-def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = True) -> dict[str, int]:
+def write_gsm8k(
+    out: Path, *, source: Path | None = None, check_counts: bool = True, examples: int = 0
+) -> dict[str, int]:
     """Writes GSM8K as train.parquet and test.parquet. Returns the row count by file. `source` is a folder with the raw
-    train.jsonl and test.jsonl. If `source` is None, the data set comes from the Hugging Face hub."""
+    train.jsonl and test.jsonl. If `source` is None, the data set comes from the Hugging Face hub. Each prompt begins
+    with `examples` worked examples, for models that do not answer in the form that the rule reads. The examples are the
+    first training questions, which are then not in train.parquet."""
     written: dict[str, list[Row]] = {}
     problems: list[Problem] = []
+    shown: list[Message] = []
     for split, expected in COUNTS.items():
         path = str(source / f"{split}.jsonl") if source is not None else f"hub:{GSM8K_SOURCE}:main:{split}"
         rows = read_rows(path)
@@ -329,12 +334,25 @@ def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = T
                     code="too-few-rows",
                 )
             )
-        written[split] = list(_convert(rows, split, problems))
+        if split == "train":
+            if examples >= len(rows):
+                few = f"{examples:,} worked examples are requested, and the file has {len(rows):,} rows"
+                problems.append(Problem(path, few, "ask for fewer examples", code="out-of-range"))
+                continue
+            shown = [message for index in range(examples) for message in _worked(rows[index])]
+        written[split] = list(_convert(rows, split, shown, examples if split == "train" else 0, problems))
     refuse_all(problems, "rows")
     return write_files(out, written)
 
 
-def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[Row]:
+def _worked(row: Row) -> list[Message]:
+    """Returns a question and its answer as a conversation. `<<48/2=24>>` in an answer is an instruction to a
+    calculator."""
+    answer = re.sub(r"<<.*?>>", "", str(row.get("answer")))
+    return [*user_message(f"{row.get('question')} {INSTRUCTION}"), *assistant_message(answer)]
+
+
+def _convert(rows: RowSet, split: str, shown: list[Message], first: int, problems: list[Problem]) -> Iterator[Row]:
     for index in range(len(rows)):
         row, origin = rows[index], rows.origin(index)
         question, answer = row.get("question"), row.get("answer")
@@ -348,5 +366,7 @@ def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[Row]
         if not mark or not _NUMBER.fullmatch(truth):
             problems.append(Problem(str(origin), "the answer does not end with '#### number'", code="invalid-label"))
             continue
-        prompt = user_message(f"{question} {INSTRUCTION}")
+        if index < first:
+            continue  # a worked example, which is checked like the others
+        prompt = [*shown, *user_message(f"{question} {INSTRUCTION}")]
         yield rl_row(GSM8K_SOURCE, prompt, truth, split=split, index=index, question=question, answer=answer)
