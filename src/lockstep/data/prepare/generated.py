@@ -339,13 +339,13 @@ def write_gsm8k(
                 few = f"{examples:,} worked examples are requested, and the file has {len(rows):,} rows"
                 problems.append(Problem(path, few, "ask for fewer examples", code="out-of-range"))
                 continue
-            shown = [message for index in range(examples) for message in _worked(rows[index])]
+            shown = [message for index in range(examples) for message in _worked_example(rows[index])]
         written[split] = list(_convert(rows, split, shown, examples if split == "train" else 0, problems))
     refuse_all(problems, "rows")
     return write_files(out, written)
 
 
-def _worked(row: Row) -> list[Message]:
+def _worked_example(row: Row) -> list[Message]:
     """Returns a question and its answer as a conversation. `<<48/2=24>>` in an answer is an instruction to a
     calculator."""
     answer = re.sub(r"<<.*?>>", "", str(row.get("answer")))
