@@ -1,24 +1,23 @@
 """Reads and writes tensors in safetensors files, complete or as slices of several ranks.
 
-A rank can read only its own part of a tensor. Reading and writing use torch.distributed.checkpoint's safetensors
-format. Any safetensors reader can open a file; its header says where each slice belongs. Ranks read independently of
-each other.
+A rank can read only its own part of a tensor. Files with slices have torch.distributed.checkpoint's safetensors format.
+Any safetensors reader can open a file; its header says where each slice belongs. Ranks read independently of each
+other.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.parallel.sharding import fill
+from lockstep.parallel.sharding import fill, held_part
+from lockstep.parallel.slice_reader import read_headers, read_parts
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 # Approximate maximum size of a file. A file is assembled in memory before it is written, so a rank writes several small
 # files.
@@ -30,49 +29,39 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     `stored[name]` reads a complete tensor. `fill` reads only this rank's part."""
 
     def __init__(self, files: Iterable[Path], prefix: str = ""):
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        from lockstep.parallel.slice_reader import SliceReader
-
         self.files = sorted(files)
-        self._reader = SliceReader(self.files)
-        self._prefix = prefix
-        metadata = self._reader.read_metadata().state_dict_metadata
-        self._metadata: dict[str, TensorStorageMetadata] = {
-            name.removeprefix(prefix): entry
-            for name, entry in metadata.items()
-            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        self._stored = {
+            name.removeprefix(prefix): stored
+            for name, stored in read_headers(self.files).items()
+            if name.startswith(prefix)
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        metadata = self._metadata[name]
-        tensor = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
         self.fill({name: tensor})
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metadata)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._metadata)
+        return len(self._stored)
 
     def shape(self, name: str) -> torch.Size:
-        return self._metadata[name].size
+        return self._stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._metadata[name].properties.dtype
+        return self._stored[name].dtype
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Reads stored tensors into targets of the same shapes. The targets may be sharded, and have any dtype and
         device."""
-        from torch.distributed.checkpoint import load as load_parts
-
-        if targets:
-            requested: dict[str, Any] = {self._prefix + name: target.detach() for name, target in targets.items()}
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load_parts(requested, storage_reader=self._reader, no_dist=True)
+        for name, target in targets.items():
+            if target.shape != self.shape(name):
+                shapes = f"{tuple(self.shape(name))} in the files, and {tuple(target.shape)} in the model"
+                raise ValueError(f"{name} has the shape {shapes}")
+        read_parts({name: held_part(target.detach()) for name, target in targets.items()}, self._stored)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:

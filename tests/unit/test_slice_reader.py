@@ -1,0 +1,115 @@
+"""Reading parts of tensors from safetensors files: every rectangle, dtype and target, and files that are damaged."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from lockstep.parallel import slice_reader
+from lockstep.parallel.sharded_files import StoredTensors
+from lockstep.parallel.slice_reader import read_headers, read_parts
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks and threads, although the tensors are small."""
+    monkeypatch.setattr(slice_reader, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(slice_reader, "THREADED_BYTES", 0)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(-100, 100, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def write_slices(folder: Path, tensor: torch.Tensor, cuts: list[int], along: int) -> list[Path]:
+    """Writes a tensor as torch.distributed.checkpoint does: a file for each slice, with its offsets in the header."""
+    files, first = [], 0
+    for number, size in enumerate(cuts):
+        offsets = [first if dimension == along else 0 for dimension in range(tensor.ndim)]
+        noted = {"DCP_SHARDING_INFO": json.dumps({"x": {"saved_offsets": offsets}})}
+        files.append(folder / f"shard-{number}.safetensors")
+        save_file({"x": tensor.narrow(along, first, size).contiguous()}, files[-1], noted)
+        first += size
+    return files
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(), (7,), (9, 5), (4, 6, 3)], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
+def test_complete_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, shape: tuple[int, ...], threads: int
+) -> None:
+    monkeypatch.setattr(slice_reader, "THREADS", threads)
+    tensors = {f"t{number}": drawn(shape, stored) + number for number in range(5)}
+    save_file(tensors, tmp_path / "all.safetensors")
+    found = StoredTensors([tmp_path / "all.safetensors"])
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found.shape(name), found.dtype(name)) == (tensor.shape, stored)
+        assert torch.equal(found[name], tensor)
+    # Into another dtype, and into memory that is not contiguous.
+    other = {name: torch.empty((*shape, 2), dtype=torch.float64)[..., 0] for name in tensors}
+    found.fill(other)
+    for name, tensor in tensors.items():
+        assert torch.equal(other[name], tensor.double())
+
+
+@pytest.mark.parametrize("along", [0, 1])
+def test_every_part_of_a_tensor_in_slices(tmp_path: Path, along: int) -> None:
+    """Any rectangle is put together from the slices, whatever their cuts."""
+    draw = random.Random(along)
+    tensor = drawn((12, 10, 3), torch.float32)
+    stored = read_headers(write_slices(tmp_path, tensor, [5, 1, tensor.shape[along] - 6], along))
+    assert stored["x"].shape == tensor.shape
+    for _ in range(40):
+        starts = [draw.randrange(size) for size in tensor.shape]
+        sizes = [draw.randint(1, size - start) for size, start in zip(tensor.shape, starts, strict=True)]
+        part = torch.full(sizes, -1.0)
+        read_parts({"x": (part, tuple(starts))}, stored)
+        region = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        assert torch.equal(part, tensor[region]), (starts, sizes)
+    read_parts({"x": (torch.empty(0, 10, 3), (12, 0, 0))}, stored)  # the part of a rank without rows
+
+
+def test_a_missing_slice_is_refused(tmp_path: Path) -> None:
+    files = write_slices(tmp_path, drawn((8, 4), torch.float32), [3, 2, 3], 0)
+    found = StoredTensors([files[0], files[2]])
+    assert found.shape("x") == (8, 4)
+    with pytest.raises(ValueError, match="x: the files have 24 of the 32 elements"):
+        found["x"]
+
+
+def test_targets_of_another_shape_are_refused(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(8, 4)}, tmp_path / "all.safetensors")
+    with pytest.raises(ValueError, match=r"x has the shape \(8, 4\) in the files, and \(4, 8\) in the model"):
+        StoredTensors([tmp_path / "all.safetensors"]).fill({"x": torch.zeros(4, 8)})
+
+
+def test_damaged_files_are_errors(tmp_path: Path) -> None:
+    file = tmp_path / "all.safetensors"
+    save_file({"x": torch.arange(64.0)}, file)
+    found = StoredTensors([file])
+    content = file.read_bytes()
+    file.write_bytes(content[:-40])  # after the header was read
+    with pytest.raises(OSError, match=r"all.safetensors ends at byte .* within the tensor x"):
+        found["x"]
+    with pytest.raises(SafetensorError):
+        StoredTensors([file])
+    length = int.from_bytes(content[:8], "little")
+    file.write_bytes(content[:8] + content[8 : 8 + length].replace(b'"F32"', b'"F99"') + content[8 + length :])
+    with pytest.raises(SafetensorError):
+        StoredTensors([file])
+    with pytest.raises(OSError, match="No such file"):
+        StoredTensors([tmp_path / "none.safetensors"])
+
+
+def test_dtypes_are_those_of_safetensors(tmp_path: Path) -> None:
+    for dtype in slice_reader.DTYPES.values():
+        save_file({"x": torch.zeros(3, dtype=dtype)}, tmp_path / "one.safetensors")
+        assert StoredTensors([tmp_path / "one.safetensors"]).dtype("x") == dtype
