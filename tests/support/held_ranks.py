@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 held_ranks.py FOLDER WORDS
 
 The words are those of `lockstep`. The host has fused kernels of its own here, so that what devices do with theirs is
-done too, and checkpoints are in small files, of which one at a time is mapped. Every rank writes
-`FOLDER/held.RANK.json`.
+done too, and checkpoints are in small files. Every rank writes `FOLDER/held.RANK.json`.
 """
 
 from __future__ import annotations
