@@ -203,9 +203,10 @@ def _read(blocks: Iterable[_Block]) -> None:
                 continue
             size = target.numel() * block.dtype.itemsize
             if len(buffer) < size:
-                # Only NVIDIA devices copy faster from pinned memory. Pinning takes long, so it is done once.
-                room = max(size, BLOCK_BYTES) if target.is_cuda else size
-                buffer = torch.empty(room, dtype=torch.uint8, pin_memory=target.is_cuda)
+                # Devices copy faster from pinned memory. Pinning takes long, so it is done once.
+                pinned = target.device.type != "cpu"
+                room = max(size, BLOCK_BYTES) if pinned else size
+                buffer = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
             staged = buffer[:size].view(block.dtype).view(target.shape)
             _fill(opened[block.file].fileno(), staged, block)
             target.copy_(staged)
