@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from allocated import allocated, marked
 from lockstep.parallel import slice_reader
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.slice_reader import read_headers, read_parts
@@ -60,9 +61,13 @@ def test_complete_tensors(
         assert torch.equal(other[name], tensor.double())
 
 
+@pytest.mark.parametrize("row_bytes", [0, 20, 10_000])
 @pytest.mark.parametrize("along", [0, 1])
-def test_every_part_of_a_tensor_in_slices(tmp_path: Path, along: int) -> None:
+def test_every_part_of_a_tensor_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, along: int, row_bytes: int
+) -> None:
     """Any rectangle is put together from the slices, whatever their cuts."""
+    monkeypatch.setattr(slice_reader, "ROW_BYTES", row_bytes)
     draw = random.Random(along)
     tensor = drawn((12, 10, 3), torch.float32)
     stored = read_headers(write_slices(tmp_path, tensor, [5, 1, tensor.shape[along] - 6], along))
@@ -75,6 +80,19 @@ def test_every_part_of_a_tensor_in_slices(tmp_path: Path, along: int) -> None:
         region = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
         assert torch.equal(part, tensor[region]), (starts, sizes)
     read_parts({"x": (torch.empty(0, 10, 3), (12, 0, 0))}, stored)  # the part of a rank without rows
+
+
+def test_columns_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that reads some columns never holds the complete tensor."""
+    monkeypatch.setattr(slice_reader, "THREADS", 1)
+    monkeypatch.setattr(slice_reader, "BLOCK_BYTES", 2**14)
+    tensor = drawn((1024, 256), torch.float32)
+    save_file({"x": tensor}, tmp_path / "all.safetensors")
+    part, stored = torch.empty(1024, 2), read_headers([tmp_path / "all.safetensors"])
+    with allocated() as held:
+        marked("read", read_parts)({"x": (part, (0, 7))}, stored)
+    assert torch.equal(part, tensor[:, 7:9])
+    assert 0 < held["read"] < 2**15 < tensor.nbytes
 
 
 def test_a_missing_slice_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 The bytes are read into the memory of the target where that is possible: the target is in the host's memory, has the
 stored dtype, and the part is contiguous in the file. Other targets, such as those on a device, are copied from a small
-buffer of each thread. torch.distributed.checkpoint can read the same files, but it plans each call in Python, which
+buffer of each thread. Files are not mapped, because a mapped file counts as memory of the process. torch.distributed.checkpoint can read the same files, but it plans each call in Python, which
 takes minutes for a model with 37,000 tensors, and importing it takes a second.
 """
 
@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,6 +26,8 @@ from safetensors import SafetensorError, safe_open
 THREADS = 8
 # Bytes that a thread reads at once: the size of its buffer.
 BLOCK_BYTES = 2**22
+# Of longer rows than this only the wanted part is read.
+ROW_BYTES = 2**16
 # Less than this is read by the calling thread, because starting threads takes longer.
 THREADED_BYTES = 2**20
 # The key of a header with the offsets of each slice, which torch.distributed.checkpoint writes.
@@ -74,15 +76,20 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """A part of a target that one thread reads at once. `begin` is the position in the file, or None if the elements
-    are not contiguous there. `region` selects the elements in the stored slice."""
+    """What one thread reads at once: the elements of a file from the byte `begin`, with the shape `shape`. The target
+    is the part of them that `region` selects."""
 
     file: Path
-    begin: int | None
+    begin: int
     name: str
+    shape: tuple[int, ...]
     region: tuple[slice, ...]
     target: torch.Tensor
     dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -120,8 +127,8 @@ def read_parts(parts: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], stored
     """Reads parts of tensors. `parts` has for each name the target, and the position of its first element in the
     complete tensor."""
     blocks = [block for name, (part, offsets) in parts.items() for block in _blocks(name, part, offsets, stored[name])]
-    blocks.sort(key=lambda block: (str(block.file), block.begin or 0))
-    total = sum(block.target.numel() * block.dtype.itemsize for block in blocks)
+    blocks.sort(key=lambda block: (str(block.file), block.begin))
+    total = sum(block.bytes for block in blocks)
     count = min(THREADS, os.cpu_count() or 1, len(blocks)) if total >= THREADED_BYTES else 1
     remaining, lock = iter(blocks), Lock()
 
@@ -158,7 +165,7 @@ def _blocks(name: str, part: torch.Tensor, offsets: tuple[int, ...], stored: Sto
             target = target.narrow(dimension, start - offsets[dimension], end - start)
             region.append(slice(start - one.offsets[dimension], end - one.offsets[dimension]))
         found += target.numel()
-        yield from _divided(name, target, tuple(region), one, stored.dtype)
+        yield from _divided(_Block(one.file, one.begin, name, one.shape, tuple(region), target, stored.dtype))
     if found != part.numel():
         raise ValueError(
             f"{name}: the files have {found:,} of the {part.numel():,} elements of the part {tuple(part.shape)} at "
@@ -166,54 +173,52 @@ def _blocks(name: str, part: torch.Tensor, offsets: tuple[int, ...], stored: Sto
         )
 
 
-def _divided(
-    name: str, target: torch.Tensor, region: tuple[slice, ...], one: StoredSlice, dtype: torch.dtype
-) -> Iterator[_Block]:
-    """Divides a region of a stored slice into blocks of at most `BLOCK_BYTES`, or of one row if that is longer."""
-    if not region:
-        yield _Block(one.file, one.begin, name, region, target, dtype)
+def _divided(block: _Block) -> Iterator[_Block]:
+    """Divides a block into blocks of at most `BLOCK_BYTES`. Of rows of which only a part is wanted, other blocks are
+    read only if a row is longer than `ROW_BYTES`: shorter rows are read completely."""
+    if not block.shape:
+        yield block
         return
-    row = math.prod(one.shape[1:])
-    contiguous = all(taken == slice(0, size) for taken, size in zip(region[1:], one.shape[1:], strict=True))
-    rows = max(1, BLOCK_BYTES // max(1, math.prod(target.shape[1:]) * dtype.itemsize))
-    for first in range(0, target.shape[0], rows):
-        some = target[first : first + rows]
-        at = region[0].start + first
-        begin = one.begin + at * row * dtype.itemsize if contiguous else None
-        yield _Block(one.file, begin, name, (slice(at, at + len(some)), *region[1:]), some, dtype)
+    first, *others = block.region
+    row = block.shape[1:]
+    row_bytes = math.prod(row) * block.dtype.itemsize
+    complete = all(taken == slice(0, size) for taken, size in zip(others, row, strict=True))
+    if row and row_bytes > (BLOCK_BYTES if complete else ROW_BYTES):
+        for at, target in zip(range(first.start, first.stop), block.target, strict=True):
+            begin = block.begin + at * row_bytes
+            yield from _divided(replace(block, begin=begin, shape=row, region=tuple(others), target=target))
+        return
+    count = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for at in range(first.start, first.stop, count):
+        target = block.target[at - first.start : at - first.start + count]
+        begin, region = block.begin + at * row_bytes, (slice(0, len(target)), *others)
+        yield replace(block, begin=begin, shape=(len(target), *row), region=region, target=target)
 
 
 @torch.no_grad()
 def _read(blocks: Iterable[_Block]) -> None:
     buffer = torch.empty(0, dtype=torch.uint8)
-    opened: dict[Path, Any] = {}
-    mapped: dict[Path, Any] = {}
+    opened: dict[Path, int] = {}
     with ExitStack() as stack:
         for block in blocks:
             target = block.target
-            if block.begin is None:
-                if block.file not in mapped:
-                    mapped[block.file] = stack.enter_context(safe_open(block.file, framework="pt"))
-                target.copy_(mapped[block.file].get_slice(block.name)[block.region])
-                continue
             if block.file not in opened:
-                opened[block.file] = stack.enter_context(block.file.open("rb", buffering=0))
-            if target.device.type == "cpu" and target.dtype == block.dtype and target.is_contiguous():
-                _fill(opened[block.file].fileno(), target, block)
+                opened[block.file] = stack.enter_context(block.file.open("rb", buffering=0)).fileno()
+            direct = target.device.type == "cpu" and target.dtype == block.dtype and target.is_contiguous()
+            if direct and target.numel() == math.prod(block.shape):
+                _fill(opened[block.file], target, block)
                 continue
-            size = target.numel() * block.dtype.itemsize
-            if len(buffer) < size:
+            if len(buffer) < block.bytes:
                 # Devices copy faster from pinned memory. Pinning takes long, so it is done once.
                 pinned = target.device.type != "cpu"
-                room = max(size, BLOCK_BYTES) if pinned else size
+                room = max(block.bytes, BLOCK_BYTES) if pinned else block.bytes
                 buffer = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
-            staged = buffer[:size].view(block.dtype).view(target.shape)
-            _fill(opened[block.file].fileno(), staged, block)
-            target.copy_(staged)
+            staged = buffer[: block.bytes].view(block.dtype).view(block.shape)
+            _fill(opened[block.file], staged, block)
+            target.copy_(staged[block.region])
 
 
 def _fill(file: int, target: torch.Tensor, block: _Block) -> None:
-    assert block.begin is not None
     view = target.reshape(-1).view(torch.uint8).numpy().data
     position = block.begin
     while view:
