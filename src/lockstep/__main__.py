@@ -10,6 +10,9 @@ def main() -> None:
     waits = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if waits:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from lockstep.run.caches import cache_bytecode
+
+    cache_bytecode()
     from lockstep.cli import main as command_line
 
     if waits:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import py_compile
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from lockstep.errors import Refusal
 from lockstep.model.resolve import converted
 from lockstep.run import caches
 from lockstep.run.caches import MadeFolder, made_folders
+
+SOURCES = Path(caches.__file__).parents[2]
 
 MIB = 2**20
 
@@ -113,3 +118,52 @@ def test_a_cache_that_is_full_is_named(cache: Path) -> None:
 
     with pytest.raises(Refusal, match="LOCKSTEP_CACHE names the folder of the cache"):
         converted("one", ["one"], convert)
+
+
+def started(folder: Path, *, compiled: bool, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Starts the command line with a package torch that may not be written, and prints where Python keeps bytecode."""
+    package = folder / "site" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("VALUE = 1\n", encoding="utf-8")
+    if compiled:
+        py_compile.compile(str(package / "__init__.py"))
+    program = """
+import os, sys
+sys.argv = ["lockstep", "--version"]
+from lockstep.__main__ import main
+try:
+    main()
+except SystemExit:
+    pass
+import torch
+print(sys.pycache_prefix, os.environ.get("PYTHONPYCACHEPREFIX"), os.path.exists(torch.__cached__))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{SOURCES}"}
+    environment.update(variables, LOCKSTEP_CACHE=str(folder / "cache"))
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=folder, check=False, capture_output=True, text=True
+    )
+
+
+def test_bytecode_that_python_may_not_write_is_kept_in_the_cache(tmp_path: Path) -> None:
+    done = started(tmp_path, compiled=False, PYTHONDONTWRITEBYTECODE="1")
+    kept = str(tmp_path / "cache" / "bytecode")
+    assert done.stdout.splitlines()[-1] == f"{kept} {kept} True", done.stderr
+    assert not (tmp_path / "site" / "torch" / "__pycache__").exists()
+    assert any(path.name.startswith("cli.") for path in Path(kept).rglob("*.pyc"))  # lockstep's own modules too
+
+
+@pytest.mark.parametrize(
+    ("compiled", "variables"),
+    [
+        (True, {"PYTHONDONTWRITEBYTECODE": "1"}),  # pip compiled the package
+        (False, {"PYTHONDONTWRITEBYTECODE": ""}),  # this start writes it beside the module
+        (False, {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "elsewhere"}),
+    ],
+    ids=["compiled", "writable", "prefix"],
+)
+def test_other_bytecode_stays_where_it_is(tmp_path: Path, compiled: bool, variables: dict[str, str]) -> None:
+    done = started(tmp_path, compiled=compiled, **variables)
+    prefix = variables.get("PYTHONPYCACHEPREFIX")
+    assert done.stdout.splitlines()[-1] == f"{prefix} {prefix} {prefix is None}", done.stderr
+    assert not (tmp_path / "cache" / "bytecode").exists()

@@ -12,6 +12,7 @@ from pathlib import Path
 from lockstep.errors import Problem, Refusal, unwritten
 from lockstep.recipe.loader import builtin_names, recipe_text, value_text
 from lockstep.run.caches import (
+    BYTECODE,
     FOLDERS,
     ROWS,
     RUNS,
@@ -73,6 +74,7 @@ PARTS = {
     FOLDERS: "model folders made of checkpoints, adapters and GGUF files",
     VERIFIED: "models that passed the checks at the start of a run",
     RUNS: "lists of runs, used by `lockstep view`",
+    BYTECODE: "compiled modules, if Python may not write them elsewhere",
 }
 
 

@@ -12,17 +12,19 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from lockstep.errors import Refusal
 from lockstep.run.files import ASIDE
 
-ROWS, FOLDERS, VERIFIED, RUNS = "rows", "folders", "models", "runs"
+ROWS, FOLDERS, VERIFIED, RUNS, BYTECODE = "rows", "folders", "models", "runs", "bytecode"
 """The subfolders of the cache: tokenised dataset rows, converted model folders, model architectures that passed their
-check, and lists of runs."""
+check, lists of runs, and compiled Python modules."""
 BOUND = "LOCKSTEP_CACHE_GB"
 DEFAULT_GB = 50.0
 _REMOVING = ".removing-"
@@ -38,6 +40,23 @@ def cache_home() -> Path:
         if configured
         else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
     )
+
+
+def cache_bytecode() -> None:
+    """Stores compiled Python modules in the cache, for this process and its children, if Python finds none of torch and
+    may not write them. Many container images are like that, and then each start compiles torch and transformers for 6
+    seconds."""
+    if sys.pycache_prefix is not None:  # PYTHONPYCACHEPREFIX is set
+        return
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():
+        return
+    if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
+        return  # this start writes them beside the modules
+    with contextlib.suppress(RuntimeError):  # no home directory
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache_home() / BYTECODE)
+        sys.dont_write_bytecode = False
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @dataclass(frozen=True)
