@@ -2,8 +2,9 @@
 
 The bytes are read into the memory of the target where that is possible: the target is in the host's memory, has the
 stored dtype, and the part is contiguous in the file. Other targets, such as those on a device, are copied from a small
-buffer of each thread. Files are not mapped, because a mapped file counts as memory of the process. torch.distributed.checkpoint can read the same files, but it plans each call in Python, which
-takes minutes for a model with 37,000 tensors, and importing it takes a second.
+buffer of each thread. Files are not mapped, because a mapped file counts as memory of the process.
+torch.distributed.checkpoint can read the same files, but it plans each call in Python, which takes minutes for a model
+with 37,000 tensors, and importing it takes a second.
 """
 
 from __future__ import annotations
