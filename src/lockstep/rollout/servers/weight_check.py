@@ -24,6 +24,10 @@ from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.types import Example, Origin, Sampling
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
+# The number of prompts if errors are compared with those of rounding. Measured with SmolLM2-135M in bf16, the ratio of
+# the errors of two correct implementations is 1.03 with a standard deviation of 0.17 with 4 prompts, and 0.06 with 32.
+# If the output of one attention layer is 10 % too large, it is at least 1.6 with 4 prompts, and at least 2.3 with 32.
+MORE_PROMPTS = 32
 # The sampling temperature of a weight check, which differs enough from 1 to detect log-probs without temperature
 # scaling.
 TEMPERATURE = 0.7
@@ -74,7 +78,9 @@ class CheckResult:
     rollout_logprobs_K: torch.Tensor
     trainer_K: torch.Tensor
     exact_K: torch.Tensor | None = None
-    """The trainer's log-probs with fp32 copies of its weights, if the difference exceeds the bounds."""
+    """The trainer's log-probs with fp32 copies of its weights."""
+    larger: CheckResult | None = None
+    """The check with MORE_PROMPTS and fp32, which decides if the difference exceeds the bounds."""
 
     @property
     def off(self) -> Bounds:
@@ -88,6 +94,8 @@ class CheckResult:
         off = self.off
         if off.mean <= bounds.mean and off.largest <= bounds.largest:
             return True
+        if self.larger is not None:
+            return self.larger.passes(bounds)
         if self.exact_K is None or not off.mean <= LARGEST_ROUNDING:
             return False
         engine, trainer = self.rounding_errors(self.exact_K)
@@ -109,7 +117,9 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
         return tuple(torch.stack([bit_sum(tensor).cpu() for _, tensor in weights]).tolist())
 
 
-def check_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[WantedSample]:
+def check_requests(
+    policy: Policy, adapter: str | None, sampling: Sampling | None = None, prompts: int = PROMPTS
+) -> list[WantedSample]:
     """Returns the requests of a weight check, with the given `sampling` or, by default, at the temperature
     TEMPERATURE."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
@@ -117,7 +127,7 @@ def check_requests(policy: Policy, adapter: str | None, sampling: Sampling | Non
     prompt = min(PROMPT_TOKENS, max(1, max_length - NEW_TOKENS))
     new_tokens = min(NEW_TOKENS, max_length - prompt)
     chosen = sampling or Sampling(max_tokens=new_tokens, temperature=TEMPERATURE)
-    rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(prompt)] for row in range(PROMPTS)]
+    rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(prompt)] for row in range(prompts)]
     return [WantedSample(ids, chosen, new_tokens, seed, adapter) for seed, ids in enumerate(rows, start=1)]
 
 
@@ -185,6 +195,7 @@ def repeat_noise(first: CheckResult, second: CheckResult, precision: str | None 
 def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, noise: float) -> str | None:
     """Returns why a weight check fails, or None if it passes. `before` is the last check of the same server."""
     if not now.passes(bounds):
+        now = now.larger or now
         off = now.off
         at = int((now.rollout_logprobs_K - now.trainer_K).abs().nan_to_num(nan=torch.inf).argmax())
         in_fp32 = ""
@@ -207,14 +218,15 @@ def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, n
 
 def why_not_repeated(answers: Sequence[Answer], before: CheckResult, bounds: Bounds) -> str | None:
     """Returns why a server fails that got the weights of the check `before` again, or None if it passes. The trainer's
-    log-probs are those of `before`, so only tokens that are sampled again are compared."""
+    log-probs are those of `before`, so only tokens that are sampled again are compared. If `before` passed because its
+    difference was rounding, the engine's log-probs of `before` are compared instead."""
     logprobs_K = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
     now = CheckResult([answer.ids for answer in answers], logprobs_K, before.trainer_K)
     same = _common_tokens(now, before)
     if not len(same):
         return "none of its tokens of the weight check are those that these weights sampled before"
-    exact_K = None if before.exact_K is None else before.exact_K[same]
-    return why_rejected(CheckResult(now.ids, logprobs_K[same], before.trainer_K[same], exact_K), None, bounds, 0.0)
+    expected_K = before.trainer_K if before.larger is None else before.rollout_logprobs_K
+    return why_rejected(CheckResult(now.ids, logprobs_K[same], expected_K[same]), None, bounds, 0.0)
 
 
 def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:

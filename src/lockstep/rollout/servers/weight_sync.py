@@ -24,6 +24,7 @@ from lockstep.rollout.servers.adapter import Answer, Placed, PushedWeights, Serv
 from lockstep.rollout.servers.fleet import Server
 from lockstep.rollout.servers.server_manager import POLL_SECONDS, RESUME_REMEDY, ServerManager, refusal_kind
 from lockstep.rollout.servers.weight_check import (
+    MORE_PROMPTS,
     Bounds,
     CheckResult,
     calibrated,
@@ -481,18 +482,22 @@ class WeightSync:
     # -- weight check
 
     def _check(self, server: Server, sampling: Sampling | None = None) -> CheckResult:
-        requests = check_requests(self.policy, self.adapter, sampling)
-        answers = self._answers(server, requests)
+        _, result = self._compared(server, check_requests(self.policy, self.adapter, sampling))
+        bounds = self.bounds or most_of(self.dtype, self.settings.precision)
+        if result.passes(bounds) or not can_score_in_fp32(self.policy, self.settings.precision):
+            return result
+        requests = check_requests(self.policy, self.adapter, sampling, MORE_PROMPTS)
+        message, larger = self._compared(server, requests)
         with self._timed("score"):
-            message = ScoreAnswers(requests, answers)
-            self._lead(message)
-            result = self._scored(message)
-            bounds = self.bounds or most_of(self.dtype, self.settings.precision)
-            if result.passes(bounds) or not can_score_in_fp32(self.policy, self.settings.precision):
-                return result
             message = replace(message, fp32=True)
             self._lead(message)
-            return replace(result, exact_K=self._scored_in_fp32(message))
+            return replace(result, larger=replace(larger, exact_K=self._scored_in_fp32(message)))
+
+    def _compared(self, server: Server, requests: Sequence[WantedSample]) -> tuple[ScoreAnswers, CheckResult]:
+        message = ScoreAnswers(requests, self._answers(server, requests))
+        with self._timed("score"):
+            self._lead(message)
+            return message, self._scored(message)
 
     def _scored_in_fp32(self, message: ScoreAnswers) -> torch.Tensor | None:
         """Returns None if the model cannot compute in fp32, for example because a kernel does not support it."""
