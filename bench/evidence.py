@@ -4,7 +4,7 @@
     python bench/evidence.py ROW --pair cpu-cuda --model FOLDER --data GSM8K --out DIR --side cpu    # one side ...
     python bench/evidence.py ROW --pair cpu-cuda --model FOLDER --out DIR --compare                  # ... then this
     python bench/evidence.py ROW --pair cpu-cuda --model FOLDER --out DIR --replay     # where the sides part
-    python bench/evidence.py table --out DIR ... --results bench/results/evidence --page docs/support.md
+    python bench/evidence.py table DIR ... --results bench/results/evidence --page docs/support.md
 
 ROW is sft, dpo, kto, rm, prm, ppo, reinforce_pp, reinforce_pp-vllm, reinforce_pp-ring, grpo or grpo-vllm; `all` stands
 for every row. The pairs are cpu-cuda (CPU in fp32, card in bf16), kernels (the card with plain torch, and with
@@ -52,7 +52,7 @@ def main() -> int:
     args = _arguments()
     try:
         if args.row == "table":
-            page = write_table(_result_files(args.out), args.results, args.page)
+            page = write_table(_result_files([Path(word) for word in args.words]), args.results, args.page)
             print(f"{page} results in the table")
             return 0
         codes = [_evidence(name, args) for name in (ROWS if args.row == "all" else [args.row])]
@@ -64,7 +64,7 @@ def main() -> int:
 
 def _evidence(name: str, args: argparse.Namespace) -> int:
     row, pair = ROWS[name], PAIRS[args.pair]
-    folder = args.out[0] / f"{name}-{args.pair}-{args.model.name}"
+    folder = args.out / f"{name}-{args.pair}-{args.model.name}"
     sides = [args.side] if args.side else [] if args.compare or args.replay else [pair.a, pair.b]
     unknown = [side for side in sides if side not in pair.sides]
     if unknown:
@@ -99,7 +99,7 @@ def _settle(folder: Path, name: str, args: argparse.Namespace) -> None:
     steps = args.steps or pair.steps
     if args.data is None:
         raise EvidenceError("--data is missing: name the folder with GSM8K's train.jsonl and test.jsonl")
-    rows = prepare(args.out[0] / "data", row, pair, args.model, args.data, full=not args.part)
+    rows = prepare(args.out / "data", row, pair, args.model, args.data, full=not args.part)
     recipe = recipe_of(row, pair, args.model.resolve(), rows.resolve(), steps)
     settings = {
         "row": name,
@@ -287,11 +287,11 @@ def _result_files(folders: list[Path]) -> list[Path]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", choices=[*ROWS, "all", "table"])
-    parser.add_argument("words", nargs="*", help="KEY=VALUE: changes of the recipe of both sides")
+    parser.add_argument("words", nargs="*", help="KEY=VALUE: changes of the recipe of both sides; table: evidence folders")
     parser.add_argument("--pair", choices=PAIRS)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--data", type=Path, help="the folder of GSM8K's train.jsonl and test.jsonl")
-    parser.add_argument("--out", type=Path, nargs="+", default=[], help="the folder of the evidence")
+    parser.add_argument("--out", type=Path, help="the folder of the evidence")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--side", help="run this side only")
     parser.add_argument("--compare", action="store_true", help="compare finished sides, and run none")
@@ -300,8 +300,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "evidence")
     parser.add_argument("--page", type=Path, help="table: the page whose table is written")
     args = parser.parse_intermixed_args()
-    if args.row != "table" and not (args.pair and args.model and len(args.out) == 1):
-        parser.error("a row needs --pair, --model and one --out")
+    if args.row != "table" and not (args.pair and args.model and args.out):
+        parser.error("a row needs --pair, --model and --out")
     return args
 
 

@@ -87,7 +87,7 @@ run_rows() {
     set --
     for file in "$out"/rows/*/result.json; do [ ! -f "$file" ] || set -- "$@" "$(dirname -- "$file")"; done
     if [ $# -gt 0 ]; then
-        "$python" "$root/bench/evidence.py" table --out "$@" --results "$out/results" >"$out/table.md" || rows=FAIL
+        "$python" "$root/bench/evidence.py" table "$@" --results "$out/results" >"$out/table.md" || rows=FAIL
     else
         rows=FAIL
     fi

@@ -228,6 +228,13 @@ def compare_words(folder: Path) -> list[object]:
     return ["sft", "--pair", "cpu-cuda", "--model", "smollm2", "--out", folder.parent, "--compare"]
 
 
+def test_changes_of_the_recipe_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["sft", "--pair", "cpu-cuda", "--model", "smollm2", "--out", "evidence", "optim.lr=1e-5"]
+    monkeypatch.setattr(sys, "argv", ["evidence.py", *words])
+    args = evidence._arguments()
+    assert (args.out, args.words) == (Path("evidence"), ["optim.lr=1e-5"])
+
+
 def test_finished_sides_are_compared(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,7 +243,7 @@ def test_finished_sides_are_compared(
     assert {"report.html", "curves.svg", "result.json"} <= {file.name for file in folder.iterdir()}
     assert (folder / "curves.svg").read_text(encoding="utf-8").count("<polyline") == 4
     page = page_in(tmp_path)
-    words = ["--out", folder.parent, "--results", tmp_path / "results", "--page", page]
+    words = [folder.parent, "--results", tmp_path / "results", "--page", page]
     assert program(monkeypatch, "table", *words) == 0
     assert "| in step 0.1 %" in page.read_text(encoding="utf-8")
 
@@ -275,7 +282,7 @@ def test_folders_with_an_unfinished_run_have_no_result_and_no_table(
     assert program(monkeypatch, *compare_words(folder)) == 2
     assert said in capsys.readouterr().err
     assert not (folder / "result.json").exists()
-    assert program(monkeypatch, "table", "--out", folder.parent, "--results", tmp_path / "results") == 2
+    assert program(monkeypatch, "table", folder.parent, "--results", tmp_path / "results") == 2
     assert "has no result.json" in capsys.readouterr().err
 
 
