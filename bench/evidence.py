@@ -287,7 +287,8 @@ def _result_files(folders: list[Path]) -> list[Path]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", choices=[*ROWS, "all", "table"])
-    parser.add_argument("words", nargs="*", help="KEY=VALUE: changes of the recipe of both sides; table: evidence folders")
+    changes = "KEY=VALUE: changes of the recipe of both sides; for table: evidence folders"
+    parser.add_argument("words", nargs="*", help=changes)
     parser.add_argument("--pair", choices=PAIRS)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--data", type=Path, help="the folder of GSM8K's train.jsonl and test.jsonl")
