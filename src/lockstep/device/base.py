@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lockstep.device.device_errors import explanation
 from lockstep.errors import Refusal
 
 # An emulator sets this variable to the emulated device's name, so that a run is not mistaken for one on hardware.
@@ -109,8 +110,14 @@ class Device(ABC):
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds explanations of the device's error codes to exceptions."""
-        yield
+        """Adds causes and remedies of known device errors to exceptions."""
+        try:
+            yield
+        except (RuntimeError, ImportError) as error:
+            explained = explanation(str(error))
+            if explained is not None and error.args:
+                error.args = (f"{error.args[0]}\n{explained}", *error.args[1:])
+            raise
 
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
         """Captures `step` as a device graph. Calling the result replays the graph on the same tensors.

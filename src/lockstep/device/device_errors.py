@@ -96,14 +96,6 @@ NPU_ERRORS: tuple[KnownError, ...] = (
 )
 
 
-def explanation(message: str) -> str | None:
-    """Returns the cause and remedy of every known error that matches the message, or None if no known error matches."""
-    rows = [row for row in NPU_ERRORS if re.search(row.pattern, message)]
-    if not rows:
-        return None
-    return "\n".join(f"what it means: {row.cause}\n-> {row.remedy}" for row in rows)
-
-
 MEMORY = KnownError(
     r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
     "the device has no memory left",
@@ -134,6 +126,14 @@ DEVICE_ERRORS: tuple[KnownError, ...] = (
         "set CUDA_LAUNCH_BLOCKING=1 to find the operator, and run `lockstep doctor`",
     ),
 )
+
+
+def explanation(message: str) -> str | None:
+    """Returns the causes and remedies of the known errors that match the message, or None if there are none. All
+    matching errors of NPUs count: their messages contain the codes of several."""
+    rows = [row for row in NPU_ERRORS if re.search(row.pattern, message)]
+    rows = rows or [row for row in DEVICE_ERRORS if re.search(row.pattern, message)][:1]
+    return "\n".join(f"what it means: {row.cause}\n-> {row.remedy}" for row in rows) or None
 
 
 def trouble(error: BaseException) -> KnownError | None:

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.device import process_setup as autoload
 from lockstep.device.base import Accelerator, first_sentence
-from lockstep.device.device_errors import explanation
 from lockstep.errors import Refusal
 
 # Detects operators that do not run on the device's AI Cores. An operator without a device kernel falls back to the CPU
@@ -165,16 +164,6 @@ class Npu(Accelerator):
     def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
         with FallbackWatch(self.name, allow=allow_fallback) as watch:
             yield watch.counts
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ImportError) as error:
-            explained = explanation(str(error))
-            if explained is not None and error.args:
-                error.args = (f"{error.args[0]}\n{explained}", *error.args[1:])
-            raise
 
     def unavailable(self) -> str | None:
         return _package_problem() or _load_problem() or _visibility_problem()

@@ -1,12 +1,15 @@
-"""Codes of CANN, HCCL and torch_npu in a message: cause and remedy are appended, the error stays what it is."""
+"""Known errors of devices, such as codes of CANN, HCCL and torch_npu: cause and remedy are appended to the message."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from lockstep.device.cuda import Cuda
 from lockstep.device.device_errors import NPU_ERRORS as TABLE
 from lockstep.device.device_errors import explanation
 from lockstep.device.npu import Npu
+from lockstep.device.select import select
 
 # Messages as the libraries write them, each with a word of the cause and one of the remedy.
 MESSAGES = {
@@ -100,6 +103,17 @@ def test_other_errors_pass_unchanged(error: Exception) -> None:
         raise error
     assert caught.value is error
     assert error.args == before
+
+
+def test_a_device_without_memory_is_explained_on_every_device() -> None:
+    with pytest.raises(RuntimeError) as caught, select("cpu").explained():
+        torch.empty(2**50)
+    assert "\nwhat it means: the device has no memory left\n-> lower batch.tokens" in str(caught.value)
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=r"what it means: the device has no memory left"),
+        Cuda().explained(),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 748.00 MiB.")
 
 
 def test_nothing_happens_without_an_error() -> None:
