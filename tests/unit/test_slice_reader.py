@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,63 @@ def test_dtypes_are_those_of_safetensors(tmp_path: Path) -> None:
     for dtype in slice_reader.DTYPES.values():
         save_file({"x": torch.zeros(3, dtype=dtype)}, tmp_path / "one.safetensors")
         assert StoredTensors([tmp_path / "one.safetensors"]).dtype("x") == dtype
+
+
+def test_targets_of_one_element_with_a_stride(tmp_path: Path) -> None:
+    save_file({"x": torch.tensor([7.0]), "y": torch.arange(33.0)}, tmp_path / "all.safetensors")
+    x, y = torch.zeros(3)[1::3], torch.zeros(33, 2)[:, 0]  # the last block of y has one element
+    StoredTensors([tmp_path / "all.safetensors"]).fill({"x": x, "y": y})
+    assert x.tolist() == [7.0]
+    assert torch.equal(y, torch.arange(33.0))
+
+
+def renamed_type(file: Path, old: str, new: str) -> None:
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["x"]["dtype"] = new
+    assert old != new
+    written = json.dumps(header).encode().ljust(length)
+    file.write_bytes(len(written).to_bytes(8, "little") + written + content[8 + length :])
+
+
+def test_types_that_torch_lacks_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "all.safetensors"
+    save_file({"x": torch.zeros(4, dtype=torch.uint8), "y": torch.ones(2)}, file)
+    renamed_type(file, "U8", "F8_E8M0")
+    assert StoredTensors([file]).dtype("x") == torch.float8_e8m0fnu
+    save_file({"x": torch.zeros(6, dtype=torch.uint8), "y": torch.ones(2)}, file)
+    renamed_type(file, "U8", "F4")  # two elements a byte: the header would need another shape
+    with pytest.raises(SafetensorError):
+        StoredTensors([file])
+
+
+def test_slices_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    tensor = drawn((4, 4), torch.float32)
+    files = write_slices(tmp_path, tensor, [2, 2], 0)
+    noted = {"DCP_SHARDING_INFO": json.dumps({"x": {"saved_offsets": [2, 0]}})}
+    save_file({"x": tensor[2:].double()}, files[1], noted)
+    with pytest.raises(SafetensorError, match="x has the type F64, in other files F32"):
+        StoredTensors(files)
+    save_file({"x": tensor[2:], "y": torch.ones(2)}, files[1], noted)
+    with pytest.raises(SafetensorError, match="does not say where y belongs"):
+        StoredTensors(files)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_ends_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    save_file({"x": torch.zeros(16 * 1000)}, tmp_path / "all.safetensors")
+    filled: list[int] = []
+
+    def fill(file: int, target: torch.Tensor, block: object) -> None:
+        filled.append(1)
+        if len(filled) == 5:
+            raise error("in a thread")
+        time.sleep(0.001)
+
+    monkeypatch.setattr(slice_reader, "_fill", fill)
+    monkeypatch.setattr(slice_reader, "THREADS", 3)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    with pytest.raises(error, match="in a thread"):
+        StoredTensors([tmp_path / "all.safetensors"])["x"]
+    assert len(filled) < 20  # of 1,000

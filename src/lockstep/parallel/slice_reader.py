@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ DTYPES = {
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -70,9 +73,18 @@ class StoredSlice:
 class StoredTensor:
     """The dtype and the shape of a stored tensor, and its slices."""
 
-    dtype: torch.dtype
+    name: str
+    kind: str
+    """The name of the dtype in the file."""
     shape: torch.Size
     slices: tuple[StoredSlice, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.kind not in DTYPES:
+            file = self.slices[0].file
+            raise SafetensorError(f"{file}: {self.name} has the type {self.kind}, which torch cannot read")
+        return DTYPES[self.kind]
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class _Block:
 def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """Returns the tensors of the files by name. Raises `SafetensorError` or `OSError` if a file cannot be read."""
     slices: dict[str, dict[tuple[int, ...], StoredSlice]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    kinds: dict[str, str] = {}
     for file in files:
         with safe_open(file, framework="pt"):
             pass  # checks the header and the size of the file
@@ -104,17 +116,21 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             header: dict[str, Any] = json.loads(stream.read(length))
         noted = header.pop("__metadata__", None) or {}
-        offsets = json.loads(noted[SLICES]) if SLICES in noted else {}
+        offsets = json.loads(noted[SLICES]) if SLICES in noted else None
         for name, entry in header.items():
             shape = tuple(entry["shape"])
-            first = tuple(offsets[name][OFFSETS]) if offsets else (0,) * len(shape)
+            if offsets is None:
+                first = (0,) * len(shape)
+            elif name in offsets:
+                first = tuple(offsets[name][OFFSETS])
+            else:
+                raise SafetensorError(f"{file}: its metadata ({SLICES}) does not say where {name} belongs")
+            if kinds.setdefault(name, entry["dtype"]) != entry["dtype"]:
+                raise SafetensorError(f"{file}: {name} has the type {entry['dtype']}, in other files {kinds[name]}")
             one = StoredSlice(file, 8 + length + entry["data_offsets"][0], first, shape)
             slices.setdefault(name, {})[first] = one
-            if entry["dtype"] not in DTYPES:
-                raise SafetensorError(f"{file}: {name} has the type {entry['dtype']}, which torch cannot read")
-            dtypes[name] = DTYPES[entry["dtype"]]
     return {
-        name: StoredTensor(dtypes[name], _complete(found.values()), tuple(found.values()))
+        name: StoredTensor(name, kinds[name], _complete(found.values()), tuple(found.values()))
         for name, found in slices.items()
     }
 
@@ -127,29 +143,41 @@ def _complete(slices: Iterable[StoredSlice]) -> torch.Size:
 def read_parts(parts: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], stored: Mapping[str, StoredTensor]) -> None:
     """Reads parts of tensors. `parts` has for each name the target, and the position of its first element in the
     complete tensor."""
-    blocks = [block for name, (part, offsets) in parts.items() for block in _blocks(name, part, offsets, stored[name])]
-    blocks.sort(key=lambda block: (str(block.file), block.begin))
-    total = sum(block.bytes for block in blocks)
-    count = min(THREADS, os.cpu_count() or 1, len(blocks)) if total >= THREADED_BYTES else 1
-    remaining, lock = iter(blocks), Lock()
+    regions = [region for name, (part, offsets) in parts.items() for region in _regions(part, offsets, stored[name])]
+    regions.sort(key=lambda region: (str(region.file), region.begin))
+    total = sum(region.target.numel() * region.dtype.itemsize for region in regions)
+    # Blocks are made when a thread needs them: there may be millions.
+    blocks, lock, failed = (block for region in regions for block in _divided(region)), Lock(), Event()
 
     def taken() -> Iterator[_Block]:
         while True:
             with lock:
-                block = next(remaining, None)
+                block = None if failed.is_set() else next(blocks, None)
             if block is None:
                 return
             yield block
 
-    if count <= 1:
+    def work(_: int) -> None:
+        try:
+            _read(taken())
+        except BaseException:
+            failed.set()
+            raise
+
+    count = min(THREADS, os.cpu_count() or 1) if total >= THREADED_BYTES else 1
+    if count == 1:
         _read(taken())
         return
     with ThreadPoolExecutor(count) as threads:
-        list(threads.map(lambda _: _read(taken()), range(count)))
+        try:
+            list(threads.map(work, range(count)))
+        except BaseException:  # also Ctrl-C: the threads end after their blocks
+            failed.set()
+            raise
 
 
-def _blocks(name: str, part: torch.Tensor, offsets: tuple[int, ...], stored: StoredTensor) -> Iterator[_Block]:
-    """Yields the blocks of the file in which a part of a tensor is."""
+def _regions(part: torch.Tensor, offsets: tuple[int, ...], stored: StoredTensor) -> Iterator[_Block]:
+    """Yields the region of each stored slice that a part of a tensor consists of."""
     if not part.numel():
         return
     found = 0
@@ -166,11 +194,11 @@ def _blocks(name: str, part: torch.Tensor, offsets: tuple[int, ...], stored: Sto
             target = target.narrow(dimension, start - offsets[dimension], end - start)
             region.append(slice(start - one.offsets[dimension], end - one.offsets[dimension]))
         found += target.numel()
-        yield from _divided(_Block(one.file, one.begin, name, one.shape, tuple(region), target, stored.dtype))
+        yield _Block(one.file, one.begin, stored.name, one.shape, tuple(region), target, stored.dtype)
     if found != part.numel():
         raise ValueError(
-            f"{name}: the files have {found:,} of the {part.numel():,} elements of the part {tuple(part.shape)} at "
-            f"{offsets}; the complete tensor there has the shape {tuple(stored.shape)}"
+            f"{stored.name}: the files have {found:,} of the {part.numel():,} elements of the part "
+            f"{tuple(part.shape)} at {offsets}; the complete tensor there has the shape {tuple(stored.shape)}"
         )
 
 
@@ -220,7 +248,8 @@ def _read(blocks: Iterable[_Block]) -> None:
 
 
 def _fill(file: int, target: torch.Tensor, block: _Block) -> None:
-    view = target.reshape(-1).view(torch.uint8).numpy().data
+    # A contiguous tensor may have any stride in a dimension of size 1, which `view` does not accept.
+    view = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
     position = block.begin
     while view:
         count = os.preadv(file, [view], position)
