@@ -123,8 +123,9 @@ def test_a_cache_that_is_full_is_named(cache: Path) -> None:
 def started(folder: Path, *, compiled: bool, **variables: str) -> subprocess.CompletedProcess[str]:
     """Starts the command line with a package torch that may not be written, and prints where Python keeps bytecode."""
     package = folder / "site" / "torch"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("VALUE = 1\n", encoding="utf-8")
+    package.mkdir(parents=True, exist_ok=True)
+    if not (package / "__init__.py").exists():
+        (package / "__init__.py").write_text("VALUE = 1\n", encoding="utf-8")
     if compiled:
         py_compile.compile(str(package / "__init__.py"))
     program = """
@@ -136,10 +137,10 @@ try:
 except SystemExit:
     pass
 import torch
-print(sys.pycache_prefix, os.environ.get("PYTHONPYCACHEPREFIX"), os.path.exists(torch.__cached__))
+print(torch.VALUE, sys.pycache_prefix, os.path.exists(torch.__cached__))
 """
-    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{SOURCES}"}
-    environment.update(variables, LOCKSTEP_CACHE=str(folder / "cache"))
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{SOURCES}", "LOCKSTEP_CACHE": "cache"}
+    environment.update(variables)
     return subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=folder, check=False, capture_output=True, text=True
     )
@@ -147,10 +148,24 @@ print(sys.pycache_prefix, os.environ.get("PYTHONPYCACHEPREFIX"), os.path.exists(
 
 def test_bytecode_that_python_may_not_write_is_kept_in_the_cache(tmp_path: Path) -> None:
     done = started(tmp_path, compiled=False, PYTHONDONTWRITEBYTECODE="1")
-    kept = str(tmp_path / "cache" / "bytecode")
-    assert done.stdout.splitlines()[-1] == f"{kept} {kept} True", done.stderr
+    (kept,) = (tmp_path / "cache" / "bytecode").iterdir()
+    assert done.stdout.splitlines()[-1] == f"1 {kept} True", done.stderr
     assert not (tmp_path / "site" / "torch" / "__pycache__").exists()
-    assert any(path.name.startswith("cli.") for path in Path(kept).rglob("*.pyc"))  # lockstep's own modules too
+    assert any(path.name.startswith("cli.") for path in kept.rglob("*.pyc"))  # lockstep's own modules too
+
+
+def test_another_release_of_equal_size_and_time_is_compiled_again(tmp_path: Path) -> None:
+    """Images with normalised times have such files."""
+    for number in (1, 2):
+        for old in (tmp_path / "site").glob("*.dist-info"):
+            old.rmdir()
+        (tmp_path / "site" / f"torch-{number}.0.dist-info").mkdir(parents=True)
+        module = tmp_path / "site" / "torch" / "__init__.py"
+        module.parent.mkdir(exist_ok=True)
+        module.write_text(f"VALUE = {number}\n", encoding="utf-8")
+        os.utime(module, (0, 0))
+        done = started(tmp_path, compiled=False, PYTHONDONTWRITEBYTECODE="1")
+        assert done.stdout.splitlines()[-1].split()[0] == str(number), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -159,11 +174,13 @@ def test_bytecode_that_python_may_not_write_is_kept_in_the_cache(tmp_path: Path)
         (True, {"PYTHONDONTWRITEBYTECODE": "1"}),  # pip compiled the package
         (False, {"PYTHONDONTWRITEBYTECODE": ""}),  # this start writes it beside the module
         (False, {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "elsewhere"}),
+        (False, {"PYTHONDONTWRITEBYTECODE": "1", "LOCKSTEP_CACHE": "/proc/none"}),
     ],
-    ids=["compiled", "writable", "prefix"],
+    ids=["compiled", "writable", "prefix", "no-cache"],
 )
 def test_other_bytecode_stays_where_it_is(tmp_path: Path, compiled: bool, variables: dict[str, str]) -> None:
     done = started(tmp_path, compiled=compiled, **variables)
     prefix = variables.get("PYTHONPYCACHEPREFIX")
-    assert done.stdout.splitlines()[-1] == f"{prefix} {prefix} {prefix is None}", done.stderr
+    found = compiled or variables["PYTHONDONTWRITEBYTECODE"] == ""
+    assert done.stdout.splitlines()[-1] == f"1 {prefix} {found}", done.stderr
     assert not (tmp_path / "cache" / "bytecode").exists()

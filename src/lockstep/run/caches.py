@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -43,20 +44,26 @@ def cache_home() -> Path:
 
 
 def cache_bytecode() -> None:
-    """Stores compiled Python modules in the cache, for this process and its children, if Python finds none of torch and
-    may not write them. Many container images are like that, and then each start compiles torch and transformers for 6
-    seconds."""
-    if sys.pycache_prefix is not None:  # PYTHONPYCACHEPREFIX is set
+    """Stores compiled Python modules in the cache for this process, if Python finds none of torch and may not write
+    them. Some container images are like that, and then each start compiles torch and transformers for several seconds.
+    Python takes bytecode for that of a module if path, time and size match, which may be so for two images: so each set
+    of installed packages has its own folder."""
+    if sys.pycache_prefix is not None or sys.implementation.cache_tag is None:
         return
     spec = find_spec("torch")
     if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():
         return
-    if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
+    module = Path(spec.origin)
+    if not sys.dont_write_bytecode and os.access(module.parent, os.W_OK):
         return  # this start writes them beside the modules
-    with contextlib.suppress(RuntimeError):  # no home directory
-        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache_home() / BYTECODE)
-        sys.dont_write_bytecode = False
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    packages = sorted(path.name for path in module.parents[1].glob("*-info"))
+    key = hashlib.sha256("\n".join([sys.version, *packages]).encode()).hexdigest()[:16]
+    with contextlib.suppress(RuntimeError, OSError):  # no home directory, or it cannot be written
+        folder = (cache_home() / BYTECODE / key).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            sys.pycache_prefix = str(folder)
+            sys.dont_write_bytecode = False
 
 
 @dataclass(frozen=True)
