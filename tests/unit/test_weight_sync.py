@@ -129,7 +129,7 @@ def in_bf16(folder: Path, *, stronger: float = 1.0, token: int | None = None) ->
         model.model.layers[0].self_attn.o_proj.weight.mul_(stronger)
         if token is not None:
             row = model.model.embed_tokens.weight[token]
-            row += torch.randn(row.shape, generator=torch.Generator().manual_seed(0)).to(row) * row.std() * 0.4
+            row += torch.randn(row.shape, generator=torch.Generator().manual_seed(0)).to(row) * row.std() * 0.3
 
     @torch.no_grad()
     def answer(path: str, body: Any) -> Any:
