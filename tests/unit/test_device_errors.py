@@ -108,12 +108,37 @@ def test_other_errors_pass_unchanged(error: Exception) -> None:
 def test_a_device_without_memory_is_explained_on_every_device() -> None:
     with pytest.raises(RuntimeError) as caught, select("cpu").explained():
         torch.empty(2**50)
-    assert "\nwhat it means: the device has no memory left\n-> lower batch.tokens" in str(caught.value)
+    assert "\nwhat it means: the machine has no memory left for the host's tensors\n-> " in str(caught.value)
     with (
         pytest.raises(torch.OutOfMemoryError, match=r"what it means: the device has no memory left"),
         Cuda().explained(),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 748.00 MiB.")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "shape '[207001, 4]' is invalid for input of size 621003",
+        "The size of tensor a (107001) must match the size of tensor b (107002) at non-singleton dimension 0",
+        "my reward: grading not implemented for 'math'",
+    ],
+)
+def test_numbers_and_words_of_other_errors_are_no_codes(message: str) -> None:
+    assert explanation(message) is None
+
+
+@pytest.mark.parametrize(
+    "message", ["runtime result = 507015", "ret: 507015", "Error code 507015", "errno is 507015", "ErrCode:507015"]
+)
+def test_a_number_after_a_word_for_an_error_is_a_code(message: str) -> None:
+    assert "what it means: a kernel stopped" in str(explanation(message))
+
+
+def test_an_import_error_shows_its_explanation_once() -> None:
+    with pytest.raises(ImportError) as caught, Npu().explained(), Npu().explained():
+        raise ImportError("libascendcl.so: cannot open shared object file")
+    assert str(caught.value).count("what it means: the CANN libraries are not found") == 1
 
 
 def test_nothing_happens_without_an_error() -> None:

@@ -114,9 +114,12 @@ class Device(ABC):
         try:
             yield
         except (RuntimeError, ImportError) as error:
-            explained = explanation(str(error))
-            if explained is not None and error.args:
-                error.args = (f"{error.args[0]}\n{explained}", *error.args[1:])
+            explained = explanation(str(error), npu=self.name == "npu")
+            if explained is not None and error.args and explained not in str(error):
+                text = f"{error.args[0]}\n{explained}"
+                error.args = (text, *error.args[1:])
+                if isinstance(error, ImportError):
+                    error.msg = text
             raise
 
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:

@@ -14,14 +14,20 @@ from lockstep.errors import Refusal, first_line
 
 class KnownError(NamedTuple):
     pattern: str
-    """Regular expression for the error message. Codes match only as complete numbers, so 207001 does not match
-    1207001."""
+    """Regular expression for the error message."""
     cause: str
     remedy: str
 
 
 def _code(*codes: str) -> str:
-    return rf"(?<![0-9A-Za-z])(?:{'|'.join(codes)})(?![0-9])"
+    """Matches codes as complete words. A code without letters must follow a word such as `error` or `code`, because
+    sizes of tensors are numbers too."""
+    named = "|".join(code for code in codes if not code.isdigit())
+    numbers = "|".join(code for code in codes if code.isdigit())
+    patterns = [rf"(?<![0-9A-Za-z])(?:{named})(?![0-9])"] if named else []
+    if numbers:
+        patterns.append(rf"(?i:\berr\w*|code|result|\bret\w*)\W+(?:\w+\W+){{0,2}}?(?:{numbers})(?![0-9])")
+    return "|".join(patterns)
 
 
 NPU_ERRORS: tuple[KnownError, ...] = (
@@ -97,14 +103,22 @@ NPU_ERRORS: tuple[KnownError, ...] = (
 
 
 MEMORY = KnownError(
-    r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED",
     "the device has no memory left",
     "lower batch.tokens or rollout.cache_gb, set model.gradient_checkpointing, train an adapter (model.lora.rank), or "
     "use more devices; if this happens while a model is loaded, another process may use the memory: check nvidia-smi "
     "or npu-smi",
 )
+HOST_MEMORY = KnownError(
+    r"DefaultCPUAllocator",
+    "the machine has no memory left for the host's tensors",
+    "run fewer processes on this machine; on a CPU lower batch.tokens or rollout.cache_gb, set "
+    "model.gradient_checkpointing or train an adapter (model.lora.rank); on an accelerator, offloading "
+    "(parallel.offload, model.activation_offload) takes memory of the host",
+)
 # The first matching entry is used. Entries about a missing operator come before entries about any failed device call.
 DEVICE_ERRORS: tuple[KnownError, ...] = (
+    HOST_MEMORY,
     MEMORY,
     KnownError(
         r"no kernel image is available|driver version is insufficient|forward compatibility was attempted|"
@@ -114,7 +128,7 @@ DEVICE_ERRORS: tuple[KnownError, ...] = (
         "run `lockstep doctor`, and install the torch version that it names, or a newer driver",
     ),
     KnownError(
-        r"Could not run '[^']+' with arguments from the|not implemented for '\w+'|"
+        r"Could not run '[^']+' with arguments from the|\"\w+\" not implemented for '\w+'|"
         r"is not currently (?:implemented|supported) (?:for|on) the|No available kernel|no kernel found to dispatch",
         "torch has no kernel for this operator on this device, or none for this dtype",
         "if the message names attention, set model.attention=sdpa; if it names a dtype, set another model.dtype; "
@@ -128,10 +142,10 @@ DEVICE_ERRORS: tuple[KnownError, ...] = (
 )
 
 
-def explanation(message: str) -> str | None:
-    """Returns the causes and remedies of the known errors that match the message, or None if there are none. All
-    matching errors of NPUs count: their messages contain the codes of several."""
-    rows = [row for row in NPU_ERRORS if re.search(row.pattern, message)]
+def explanation(message: str, *, npu: bool = True) -> str | None:
+    """Returns the causes and remedies of the known errors that match the message, or None if there are none. The
+    message of an NPU may have several codes: all of them count."""
+    rows = [row for row in NPU_ERRORS if npu and re.search(row.pattern, message)]
     rows = rows or [row for row in DEVICE_ERRORS if re.search(row.pattern, message)][:1]
     return "\n".join(f"what it means: {row.cause}\n-> {row.remedy}" for row in rows) or None
 
