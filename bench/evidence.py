@@ -274,13 +274,17 @@ def _replay(folder: Path, row: EvidenceRow, pair: EvidencePair) -> None:
 def _result_files(folders: list[Path]) -> list[Path]:
     """The results of the given evidence folders and of those in the given folders. One without a result is refused."""
     files = []
-    for settings in sorted(
-        file for folder in folders for file in (*folder.glob(SETTINGS), *folder.glob(f"*/{SETTINGS}"))
-    ):
-        file = settings.parent / RESULT
-        if not file.exists():
-            raise EvidenceError(f"{settings.parent} has no {RESULT}: finish both sides and run --compare, or remove it")
-        files.append(file)
+    for folder in folders:
+        found = sorted([*folder.glob(SETTINGS), *folder.glob(f"*/{SETTINGS}")])
+        if not found:
+            raise EvidenceError(f"{folder} has no evidence: no {SETTINGS} in it or in one of its folders")
+        for settings in found:
+            file = settings.parent / RESULT
+            if not file.exists():
+                raise EvidenceError(
+                    f"{settings.parent} has no {RESULT}: finish both sides and run --compare, or remove it"
+                )
+            files.append(file)
     return files
 
 
@@ -301,6 +305,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "evidence")
     parser.add_argument("--page", type=Path, help="table: the page whose table is written")
     args = parser.parse_intermixed_args()
+    if args.row == "table":
+        absent = [word for word in args.words if not Path(word).is_dir()]
+        unread = [
+            args.pair,
+            args.model,
+            args.data,
+            args.out,
+            args.steps,
+            args.side,
+            args.compare,
+            args.replay,
+            args.part,
+        ]
+        if any(unread):
+            parser.error("a table takes folders, --results and --page only")
+        if absent:
+            parser.error(f"there is no folder {absent[0]}")
     if args.row != "table" and not (args.pair and args.model and args.out):
         parser.error("a row needs --pair, --model and --out")
     return args

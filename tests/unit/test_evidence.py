@@ -286,6 +286,20 @@ def test_folders_with_an_unfinished_run_have_no_result_and_no_table(
     assert "has no result.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--out", "evidence"], ["nowhere"], ["--compare"]], ids=str)
+def test_a_table_reads_every_folder_that_is_given(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program(monkeypatch, "table", *words)
+    assert ended.value.code == 2
+
+
+def test_a_folder_without_evidence_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program(monkeypatch, "table", tmp_path, "--results", tmp_path / "results") == 2
+    assert "has no evidence" in capsys.readouterr().err
+
+
 def test_sides_that_part_give_exit_code_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2, 3):
         file = folder / f"cuda-{number}" / "metrics.jsonl"
