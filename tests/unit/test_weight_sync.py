@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,21 +132,28 @@ def in_bf16(folder: Path, *, stronger: float = 1.0, token: int | None = None) ->
             row = model.model.embed_tokens.weight[token]
             row += torch.randn(row.shape, generator=torch.Generator().manual_seed(0)).to(row) * row.std() * 0.3
 
+    @cache  # each check has the same prompts
     @torch.no_grad()
+    def sampled(prompt: tuple[int, ...], seed: int, count: int, temperature: float) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(prompt), []
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(count):
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+            scores = (logits / temperature).log_softmax(-1)
+            ids.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
+            logprobs.append(float(scores[ids[-1]]))
+        return ids[len(prompt) :], logprobs
+
     def answer(path: str, body: Any) -> Any:
         if path != SAMPLES:
             return None
-        ids, logprobs = list(body["token_ids"]), []
-        generator = torch.Generator().manual_seed(body["sampling_params"]["seed"])
-        for _ in range(body["sampling_params"]["max_tokens"]):
-            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float()
-            scores = (logits / body["sampling_params"]["temperature"]).log_softmax(-1)
-            ids.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
-            logprobs.append(float(scores[ids[-1]]))
-        new = ids[len(body["token_ids"]) :]
+        sampling = body["sampling_params"]
+        ids, logprobs = sampled(
+            tuple(body["token_ids"]), sampling["seed"], sampling["max_tokens"], sampling["temperature"]
+        )
         return {
             "prompt": prompt_digest(body["token_ids"]),
-            "token_ids": new,
+            "token_ids": ids,
             "logprobs": logprobs,
             "finish_reason": "length",
             "stop_reason": None,
