@@ -120,8 +120,11 @@ def test_a_cache_that_is_full_is_named(cache: Path) -> None:
         converted("one", ["one"], convert)
 
 
-def started(folder: Path, *, compiled: bool, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Starts the command line with a package torch that may not be written, and prints where Python keeps bytecode."""
+def started(
+    folder: Path, *, compiled: bool, file_bytes: int | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Starts the command line with a package torch that may not be written, and prints where Python keeps bytecode.
+    Files that it writes end after `file_bytes`."""
     package = folder / "site" / "torch"
     package.mkdir(parents=True, exist_ok=True)
     if not (package / "__init__.py").exists():
@@ -141,6 +144,9 @@ print(torch.VALUE, sys.pycache_prefix, os.path.exists(torch.__cached__))
 """
     environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{SOURCES}", "LOCKSTEP_CACHE": "cache"}
     environment.update(variables)
+    if file_bytes is not None:
+        limit = f"({file_bytes}, resource.RLIM_INFINITY)"
+        program = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, {limit})\n{program}"
     return subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=folder, check=False, capture_output=True, text=True
     )
@@ -152,6 +158,17 @@ def test_bytecode_that_python_may_not_write_is_kept_in_the_cache(tmp_path: Path)
     assert done.stdout.splitlines()[-1] == f"1 {kept} True", done.stderr
     assert not (tmp_path / "site" / "torch" / "__pycache__").exists()
     assert any(path.name.startswith("cli.") for path in kept.rglob("*.pyc"))  # lockstep's own modules too
+
+
+def test_bytecode_that_a_full_disk_cuts_off_is_not_kept(tmp_path: Path) -> None:
+    """A limit of the size of files cuts off a write as a full disk does."""
+    started(tmp_path, compiled=False, file_bytes=2000, PYTHONDONTWRITEBYTECODE="1")
+    (kept,) = (tmp_path / "cache" / "bytecode").iterdir()
+    sizes = [path.stat().st_size for path in kept.rglob("*.pyc")]
+    assert sizes
+    assert max(sizes) < 2000
+    done = started(tmp_path, compiled=False, PYTHONDONTWRITEBYTECODE="1")
+    assert done.stdout.splitlines()[-1] == f"1 {kept} True", done.stderr
 
 
 def test_another_release_of_equal_size_and_time_is_compiled_again(tmp_path: Path) -> None:

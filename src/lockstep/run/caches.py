@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
@@ -64,6 +65,21 @@ def cache_bytecode() -> None:
         if os.access(folder, os.W_OK):
             sys.pycache_prefix = str(folder)
             sys.dont_write_bytecode = False
+            _drop_incomplete_bytecode()
+
+
+def _drop_incomplete_bytecode() -> None:
+    """Deletes bytecode that was written incompletely. Before 3.12.8, Python keeps it if the disk is full, and every
+    later start would fail to read it."""
+    written = SourceFileLoader.set_data
+
+    def complete(loader: SourceFileLoader, path: str, data: bytes, *, _mode: int = 0o666) -> None:
+        written(loader, path, data, _mode=_mode)
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_size != len(data):
+                os.unlink(path)
+
+    SourceFileLoader.set_data = complete  # type: ignore[method-assign, assignment]
 
 
 @dataclass(frozen=True)
