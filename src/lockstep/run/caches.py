@@ -69,8 +69,8 @@ def cache_bytecode() -> None:
 
 
 def _drop_incomplete_bytecode() -> None:
-    """Deletes bytecode that was written incompletely. Before 3.12.8, Python keeps it if the disk is full, and every
-    later start would fail to read it."""
+    """Deletes bytecode that was written incompletely. Python 3.11 keeps it if the disk is full, and every later start
+    would fail to read it."""
     written = SourceFileLoader.set_data
 
     def complete(loader: SourceFileLoader, path: str, data: bytes, *, _mode: int = 0o666) -> None:
