@@ -171,8 +171,7 @@ def _with_test(met: bool, divergence_step: int | None, examined: Examined, allow
     if bar == "met":
         return _judged_by_test(found, examined, allowed)
     if examined.repeats == 0:
-        remark = f"; the noise is unknown without repeats: {_suffices(examined, allowed)}"
-        return Judgement("cannot tell", note + remark, None, bar, "cannot tell")
+        return Judgement("cannot tell", f"{note}; {_unknown_noise(examined, allowed)}", None, bar, "cannot tell")
     power = examined.power
     if power.drift_within > allowed or power.collapse > DEEP * power.noise_sd:
         remark = f", like repeats, but a drift of {power.drift_within:.2g} is not excluded"
@@ -195,7 +194,7 @@ def _judged_by_test(found: Sequence[Finding], examined: Examined, allowed: float
         explanation = f", but the test finds a difference: {describe(material[0], who)}{_and_more(material)}"
         return Judgement("out of step", explanation, None, "met", "difference")
     if material:
-        remark = "without repeats (--repeat) the noise between runs of the same set-up is unknown"
+        remark = _unknown_noise(examined, None)
         explanation = f", but the test finds a difference: {describe(material[0], who)}; {remark}"
         return Judgement("cannot tell", explanation, None, "met", "difference")
     if examined.power.drift_within > allowed:
@@ -253,6 +252,17 @@ def describe(found: Finding, who: str) -> str:
 
 def _and_more(found: Sequence[Finding]) -> str:
     return f"; also {', '.join(each.statistic for each in found[1:])}" if len(found) > 1 else ""
+
+
+def _unknown_noise(examined: Examined, allowed: float | None) -> str:
+    """Explains why the noise between runs of the same set-up is unknown. `allowed` is the drift that further repeats
+    would exclude."""
+    if examined.copies:
+        equal = "the repeat equals another run" if examined.copies == 1 else "all repeats equal another run"
+        return f"the noise is unknown, because {equal} of its side: give repeats with other batch.tokens"
+    if allowed is None:
+        return "the noise is unknown without repeats (--repeat)"
+    return f"the noise is unknown without repeats: {_suffices(examined, allowed)}"
 
 
 def _suffices(examined: Examined, allowed: float) -> str:
