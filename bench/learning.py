@@ -1,6 +1,7 @@
 """What online methods learn at equal compute: accuracy on held-out questions, with several seeds.
 
     python bench/learning.py --folder DIR --out bench/results/learning_cpu.json --svg docs/learning.svg
+    python bench/learning.py --figure bench/results/learning_cpu.json --svg docs/learning.svg      # trains nothing
     python bench/learning.py --folder DIR --base grpo-gsm8k-lora --prompts 64 --n 8 --steps 100 --every 25 --out FILE \
         device=cuda model.path=MODEL data.train=TRAIN val.questions=TEST ...
 
@@ -16,6 +17,7 @@ held-out questions only as far as the seeds answer them differently.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 import statistics
@@ -26,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from figure import Line, Panel, document
 from lockstep.device.select import select
 from lockstep.run.metrics import read_metrics
 from report import machine, write_record
@@ -41,6 +44,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ppo": (SINGLE, ("critic.lr=1e-3",)),
 }
 COLORS = {"grpo": "#1f77b4", "dapo": "#d62728", "gspo": "#2ca02c", "reinforce_pp": "#9467bd", "ppo": "#ff7f0e"}
+FIGURE = (720, 380)
 # Student's t for 95 % and n - 1 degrees of freedom.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
@@ -115,52 +119,42 @@ def interval(values: Sequence[float]) -> float:
     return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-def svg(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str, budget: int) -> str:
+def learning_figure(record: Mapping[str, Any]) -> str:
     """The mean accuracy of each method over generated responses, with the runs as thin lines, and the budget at which
     the methods are compared."""
-    width, height, left, bottom, top = 720, 360, 44, 36, 40
-    points = [point for runs in curves.values() for run in runs for point in run]
-    most, high = max(x for x, _ in points), max(y for _, y in points)
-    low = min(y for _, y in points)
+    methods = record["methods"]
+    lines = []
+    for number, (method, found) in enumerate(methods.items()):
+        runs = [[(x, y) for x, y in run] for run in found["curves"]]
+        lines += [Line(run, COLORS[method], 0.5) for run in runs if len(runs) > 1]
+        at_once = zip(*runs, strict=True)
+        mean = [(statistics.fmean(x for x, _ in at), statistics.fmean(y for _, y in at)) for at in at_once]
+        start = f"{mean[0][1]:.2f} at the start" if number == 0 else ""
+        lines.append(Line(mean, COLORS[method], 2.2, method, start))
+    budget, seeds = record["budget"], record["settings"]["seeds"]
+    title = f"Accuracy on held-out questions, mean of {seeds} seeds (thin: each seed)"
+    marks = [(budget, f"{budget:,}: the table")]
+    panel = Panel(title, "generated responses", "greedy accuracy (share of questions)", lines, marks)
+    return document([panel], FIGURE)
 
-    def line(run: Sequence[tuple[float, float]], color: str, stroke: float) -> str:
-        places = " ".join(
-            f"{left + x / most * (width - left - 12):.1f},"
-            f"{height - bottom - (y - low) / (high - low or 1) * (height - bottom - top):.1f}"
-            for x, y in run
-        )
-        return f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="{stroke}"/>'
 
-    lines, words = (
-        [],
-        [(left, 16, "#222", title), (4, top + 4, "#222", f"{high:.2f}"), (4, height - bottom, "#222", f"{low:.2f}")],
-    )
-    for number, (method, runs) in enumerate(curves.items()):
-        lines += [line(run, COLORS[method], 0.5) for run in runs]
-        mean = [
-            (statistics.fmean(x for x, _ in at), statistics.fmean(y for _, y in at)) for at in zip(*runs, strict=True)
-        ]
-        lines.append(line(mean, COLORS[method], 2.2))
-        words.append((left + 120 * number, 32, COLORS[method], method))
-    words.append((left, height - 12, "#222", "0"))
-    texts = "".join(f'<text x="{x}" y="{y}" fill="{color}">{text}</text>' for x, y, color, text in words)
-    ends = f'y="{height - 12}" text-anchor="end" fill="#222"'
-    texts += f'<text x="{width - 12}" {ends}>{most:,} generated responses</text>'
-    if budget < most:
-        x = left + budget / most * (width - left - 12)
-        mark = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}" stroke="#999" stroke-dasharray="4"'
-        lines.append(f"<line {mark}/>")
-        texts += f'<text x="{x:.1f}" {ends}>{budget:,} (table)</text>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{width}" height="{height}" fill="#fff"/>{"".join(lines)}{texts}</svg>\n'
-    )
+def steps_figure(record: Mapping[str, Any]) -> str:
+    """The validations of a single run, whose record has the metrics of every step."""
+    points = [(step["step"], step["val/accuracy"]) for step in record["steps"] if "val/accuracy" in step]
+    line = Line(points, COLORS["grpo"], 2.2, "grpo, one run", f"{points[0][1]:.3f} at the start")
+    title = "Accuracy on held-out questions"
+    return document([Panel(title, "training step", "greedy accuracy (share of questions)", [line])], FIGURE)
+
+
+def write_figure(record: Mapping[str, Any], file: Path) -> None:
+    drawn = learning_figure(record) if "methods" in record else steps_figure(record)
+    file.write_text(drawn, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="changes of all recipes")
-    parser.add_argument("--folder", type=Path, required=True, help="the folder of the runs")
+    parser.add_argument("--folder", type=Path, help="the folder of the runs")
     parser.add_argument("--base", help="a recipe that is not the arithmetic task")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=4)
@@ -169,16 +163,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps between two validations")
     parser.add_argument("--device", default="cpu", help="the device that the record names")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--svg", type=Path)
+    parser.add_argument("--figure", type=Path, metavar="RECORD", help="train nothing: draw --svg from this record")
     args = parser.parse_intermixed_args()
+    if args.figure and args.svg:
+        write_figure(json.loads(args.figure.read_text(encoding="utf-8")), args.svg)
+        return
+    if args.figure or not args.folder or not args.out:
+        parser.error("--folder and --out, or --figure and --svg")
     args.folder.mkdir(parents=True, exist_ok=True)
     words = [*([] if args.base else warm_model(args.folder)), *args.words]
     responses = args.prompts * args.n
     budget = responses * args.steps
     record: dict[str, Any] = {
         "machine": machine(select(args.device)),
-        "settings": {key: str(value) for key, value in vars(args).items() if key not in ("folder", "out", "svg")},
+        "settings": {
+            key: str(value) for key, value in vars(args).items() if key not in ("folder", "out", "svg", "figure")
+        },
         "responses_per_step": responses,
         "budget": budget,
         "methods": {},
@@ -208,9 +210,7 @@ def main() -> None:
         )
     write_record(record, str(args.out))
     if args.svg:
-        args.svg.write_text(
-            svg(curves, f"accuracy on held-out questions, {args.seeds} seeds", budget), encoding="utf-8"
-        )
+        write_figure(record, args.svg)
 
 
 if __name__ == "__main__":
