@@ -15,7 +15,8 @@ run is not repeated. `--steps N` and KEY=VALUE at the end change both sides.
 The exit code is that of `lockstep compare`: 0 is a pass, 1 out of step or a failed run, 2 anything else.
 
 DIR/ROW-PAIR-MODEL has the runs, report.html and curves.svg (the curves), and result.json: the mean error by the
-document's formula, the verdict of `lockstep compare` and its power.
+document's formula, the verdict of `lockstep compare` and its power. `table` copies each result.json to RESULTS/ROW, and
+writes the page and the curves of that folder, and the table of the page.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from typing import Any
 
 import yaml
 
+from evidence_results import EvidenceError, Result, result_of
 from evidence_rows import PAIRS, RING, ROWS, EvidencePair, EvidenceRow, digest_of, prepare, recipe_of, side_recipe
-from evidence_table import EvidenceError, Result, curves_svg, result_of, write_table
+from evidence_table import curves_svg, write_table
 from lockstep.device.base import EMULATED
 from lockstep.device.select import select
 from lockstep.parity.compare.compare_report import EXIT_CODES, write_report
@@ -239,7 +241,7 @@ def _compared(folder: Path, name: str, pair: EvidencePair) -> Result:
     replay = json.loads((folder / REPLAY).read_text(encoding="utf-8")) if (folder / REPLAY).exists() else None
     envs = [json.loads((run / "env.json").read_text(encoding="utf-8")) for run in (a, b)]
     result = result_of(comparison, settings, (pair.a, pair.b), len(more_a), envs, replay)
-    (folder / "curves.svg").write_text(curves_svg(result), encoding="utf-8")
+    (folder / "curves.svg").write_text(curves_svg(name, {f"{pair.a}, {pair.b}": result}), encoding="utf-8")
     _write(folder / RESULT, result.as_json())
     return result
 

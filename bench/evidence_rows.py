@@ -26,7 +26,8 @@ DataKind = Literal["questions", "pairs", "steps"]
 
 @dataclass(frozen=True)
 class EvidenceRow:
-    """A row of the document. `published` is the mean error in percent that the document states for an NPU and a GPU."""
+    """A row of the document. `published` is the mean error in percent that the document states for an NPU and a GPU.
+    `judged` says what the judged metric is, with its unit."""
 
     title: str
     method: str
@@ -35,6 +36,7 @@ class EvidenceRow:
     keys: Mapping[str, Any] = field(default_factory=dict)
     engine: str = "native"
     ring: bool = False
+    judged: str = "mean reward (0 to 1)"
 
     @property
     def online(self) -> bool:
@@ -57,12 +59,18 @@ ROWS: dict[str, EvidenceRow] = {
             # The rate of the document's SFT script. At 2e-5 without warm-up, bf16 leaves fp32 by 2.3 % (135M, H200).
             "optim": {"lr": 5e-6},
         },
+        judged="loss (nats per token)",
     ),
-    "dpo": EvidenceRow("DPO", "dpo", "pairs", 1.81, {"optim": {"lr": 2e-6}}),
-    "kto": EvidenceRow("KTO", "kto", "pairs", 0.37, {"optim": {"lr": 2e-6}}),
-    "rm": EvidenceRow("RM", "rm", "pairs", 0.85, {"optim": {"lr": 1e-5}}),
+    "dpo": EvidenceRow("DPO", "dpo", "pairs", 1.81, {"optim": {"lr": 2e-6}}, judged="loss (nats per pair)"),
+    "kto": EvidenceRow("KTO", "kto", "pairs", 0.37, {"optim": {"lr": 2e-6}}, judged="loss (0 to 1)"),
+    "rm": EvidenceRow("RM", "rm", "pairs", 0.85, {"optim": {"lr": 1e-5}}, judged="loss (nats per pair)"),
     "prm": EvidenceRow(
-        "PRM", "prm", "steps", 1.61, {"optim": {"lr": 1e-5}, "prm": {"placeholder": "~", "tokens": ["+", "-"]}}
+        "PRM",
+        "prm",
+        "steps",
+        1.61,
+        {"optim": {"lr": 1e-5}, "prm": {"placeholder": "~", "tokens": ["+", "-"]}},
+        judged="loss (nats per judged step)",
     ),
     "ppo": EvidenceRow("PPO", "ppo", "questions", 1.85, {**_ONLINE, **_STEADY, "critic": {"lr": 1e-5}}),
     "reinforce_pp": EvidenceRow("REINFORCE++", "reinforce_pp", "questions", 1.94, {**_ONLINE, **_STEADY}),

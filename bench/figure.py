@@ -65,7 +65,8 @@ def _panel(panel: Panel, size: tuple[int, int]) -> str:
     width, height = size
     right, bottom = width - RIGHT, height - BOTTOM
     points = [point for line in panel.lines for point in line.points]
-    xs = ticks(min(x for x, _ in points), max(x for x, _ in points), 6)
+    shown = [*(x for x, _ in points), *(x for x, _ in panel.marks)]
+    xs = ticks(min(shown), max(shown), 6)
     ys = ticks(min(y for _, y in points), max(y for _, y in points), 5)
 
     def x_of(value: float) -> float:
@@ -99,7 +100,7 @@ def _panel(panel: Panel, size: tuple[int, int]) -> str:
         if line.name:
             parts.append(f'<path d="M{at_x:g} 31h18" stroke="{line.color}" stroke-width="{line.width:g}"/>')
             parts.append(_text(at_x + 23, 35, line.name))
-            at_x += 38 + 5.6 * len(line.name)
+            at_x += 30 + 5.4 * len(line.name)
     return "".join(parts)
 
 

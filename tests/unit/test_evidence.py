@@ -14,10 +14,12 @@ import yaml
 from lockstep.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
+STORED = ROOT / "bench" / "results" / "evidence"
 sys.path.insert(0, str(ROOT / "bench"))
 
 evidence: Any = import_module("evidence")
 rows: Any = import_module("evidence_rows")
+results: Any = import_module("evidence_results")
 table: Any = import_module("evidence_table")
 reward: Any = import_module("evidence_reward")
 
@@ -32,7 +34,7 @@ def values_of(b: list[float], **changes: Any) -> dict[str, Any]:
         "a": [list(FALLING)],
         "b": [[value + shift * (-1) ** at for at, value in enumerate(b)] for shift in shifts],
     }
-    again = table.recompute("train/loss", curves["steps"], curves["a"], curves["b"])
+    again = results.recompute("train/loss", curves["steps"], curves["a"], curves["b"])
     values = {
         "row": "sft",
         "pair": "cpu-cuda",
@@ -86,43 +88,77 @@ def test_the_table_has_a_cell_for_a_result_and_says_what_is_not_measured(tmp_pat
     assert "old" not in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 11  # a head, and the rows of the document
-    (sft,) = [line for line in lines if line.startswith("| SFT |")]
+    (sft,) = [line for line in lines if line.startswith("| [SFT](results/sft/README.md) |")]
     cells = [cell.strip() for cell in sft.split("|")[2:-1]]
-    assert cells[0].startswith("in step 0.3 % (")
-    assert cells[1:] == ["not measured"] * 4 + ["0.19 %"]
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["sft.cpu-cuda.json"]
+    assert cells == ["in step, 0.3 %", *["not measured"] * 4, "0.19 %"]
+    assert "CPU fp32, H200 bf16 (135M, 30 steps)" in lines[0]
+    assert "| DPO | not measured |" in text  # no folder, no link
+    files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("results/**/*.*"))
+    assert files == [f"results/sft/{name}" for name in ("README.md", "cpu-cuda.json", "curves.svg")]
+    page_of_row = (tmp_path / "results" / "sft" / "README.md").read_text(encoding="utf-8")
+    assert "[Support](../../page.md)" in page_of_row
+    assert "| [CPU fp32, H200 bf16 (135M)](cpu-cuda.json) | in step | 0.3 % | " in page_of_row
 
 
 def test_a_pair_that_is_out_of_step_is_bold_and_shows_what_replay_found(tmp_path: Path) -> None:
     far = [value + 0.1 for value in FALLING]
-    replay = {"in_step": False, "stage": "log-probs", "step": 1, "steps": [1, 2], "module": {"name": "model.norm"}}
+    replay = json.loads((STORED / "sft" / "cpu-cuda.json").read_text(encoding="utf-8"))["replay"]
     file, page = written(tmp_path, values_of(far, replay=replay)), page_in(tmp_path)
     table.write_table([file], tmp_path / "results", page)
     text = page.read_text(encoding="utf-8")
-    assert "| **out of step** 10 %" in text
-    assert "in step 10" not in text
-    assert "the first difference is in stage log-probs at step 1, module model.norm" in text
+    assert "| **out of step**, 10 % [1] |" in text
+    assert "in step, 10" not in text
+    assert "the first difference is in stage log-probs at step 1, forward of module `model.layers.11.mlp`" in text
+    assert "No operator is named: the replay's operators are correct (float64 reference: replay 0.42 times" in text
+    page_of_row = (tmp_path / "results" / "sft" / "README.md").read_text(encoding="utf-8")
+    assert "| gradient | 2 |" in page_of_row
+    assert "| **exceeded** |" in page_of_row
+
+
+def test_a_wrong_operator_is_named() -> None:
+    found = {"side": "replay", "operator": "aten.rsqrt", "why": "it is wrong", "judge": None}
+    assert table._operator_text(found) == "Wrong operator: `aten.rsqrt` of the replay: it is wrong."
+    assert table._operator_text(None) == ""
+
+
+def test_rows_that_fail_for_one_reason_share_a_note() -> None:
+    stored = results.stored_results(STORED)
+    rows_of_first_column = {key: each for key, each in stored.items() if key[1] == "cpu-cuda"}
+    text = table.table_text(rows_of_first_column, {})
+    (note,) = [line for line in text.splitlines() if "; REINFORCE++, vLLM; " in line]
+    number = note.partition(".")[0]
+    assert text.count(f" [{number}] |") == note.partition("(")[0].count(";") + 1
+    assert "so the scaled error decides" in note
+
+
+def test_copies_are_named_as_the_reason_of_unknown_noise() -> None:
+    """Three equal runs of each side, which miss the bar."""
+    draw = [0.05 * (-1) ** (at * at // 3) for at in range(30)]
+    b = [value + shift for value, shift in zip(FALLING, draw, strict=True)]
+    steps = list(range(1, 31))
+    assert results.recompute("train/loss", steps, [FALLING] * 3, [b] * 3).unsettled == "copies"
+    assert results.recompute("train/loss", steps, [FALLING], [b]).unsettled == "no repeats"
 
 
 def test_a_stated_pass_is_not_believed(tmp_path: Path) -> None:
     """An out-of-step pair must never appear as passed, whatever its file says."""
     far = [value + 0.1 for value in FALLING]
     for verdict in ("in step", "within noise", "cannot tell"):
-        with pytest.raises(table.EvidenceError, match=f"it states {verdict}, and its curves are out of step"):
-            table.read_result(written(tmp_path, values_of(far, verdict=verdict)))
-    with pytest.raises(table.EvidenceError, match=r"it states a mean error of 0\.1 %, and its curves have 10 %"):
-        table.read_result(written(tmp_path, values_of(far, mean_error_percent=0.1)))
+        with pytest.raises(results.EvidenceError, match=f"it states {verdict}, and its curves are out of step"):
+            results.read_result(written(tmp_path, values_of(far, verdict=verdict)))
+    with pytest.raises(results.EvidenceError, match=r"it states a mean error of 0\.1 %, and its curves have 10 %"):
+        results.read_result(written(tmp_path, values_of(far, mean_error_percent=0.1)))
 
 
 def test_a_worse_verdict_than_that_of_the_curves_stays(tmp_path: Path) -> None:
     """Runs that are not comparable stay so, though their curves agree."""
     file = written(tmp_path, values_of(FALLING, verdict="not comparable"))
-    assert "**not comparable**" in table.cell(table.read_result(file))
+    assert "**not comparable**" in table.cell(results.read_result(file))
 
 
 def test_equal_constants_show_nothing() -> None:
     for value in (0.0, 0.7):
-        found = table.recompute("critic/rewards/mean", list(range(1, 31)), [[value] * 30], [[value] * 30])
+        found = results.recompute("critic/rewards/mean", list(range(1, 31)), [[value] * 30], [[value] * 30])
         assert found.verdict == "cannot tell"
         assert "at every step" in found.explanation
 
@@ -152,7 +188,7 @@ def _on_a_tiny_model(values: dict[str, Any]) -> None:
 def _shorter(values: dict[str, Any]) -> None:
     _without_a_step(values)
     values["steps"] = 29
-    again = table.recompute("train/loss", values["curves"]["steps"], values["curves"]["a"], values["curves"]["b"])
+    again = results.recompute("train/loss", values["curves"]["steps"], values["curves"]["a"], values["curves"]["b"])
     values |= {"mean_error_percent": again.mean_error_percent, "verdict": again.verdict}
 
 
@@ -171,19 +207,28 @@ def test_incomplete_results_are_refused(tmp_path: Path, damage: Any, said: str) 
     values = values_of([value + 0.001 for value in FALLING])
     damage(values)
     file, page = written(tmp_path, values), page_in(tmp_path)
-    with pytest.raises(table.EvidenceError, match=said):
+    with pytest.raises(results.EvidenceError, match=said):
         table.write_table([file], tmp_path / "results", page)
     assert "old" in page.read_text(encoding="utf-8")
 
 
-def test_the_page_has_the_table_of_the_stored_results() -> None:
+def test_page_and_row_folders_are_those_of_the_stored_curves() -> None:
+    """Every verdict, figure and curve of the documents is computed again from the JSON files."""
     page = ROOT / "docs" / "support.md"
-    stored = table.stored_results(ROOT / "bench" / "results" / "evidence")
-    text = page.read_text(encoding="utf-8")
-    assert table.with_table(page, table.table_text(stored)) == text, (
-        "python bench/evidence.py table --page docs/support.md"
-    )
-    assert sum(line.startswith("|") for line in text.splitlines()) <= 25
+    stored = results.stored_results(STORED)
+    for file, text in table.files_of(stored, STORED, page).items():
+        assert file.read_text(encoding="utf-8") == text, (
+            f"{file}: python bench/evidence.py table --page docs/support.md"
+        )
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert sum(line.startswith("|") for line in lines) <= 25
+    assert {path.name for path in STORED.iterdir()} == {row for row, _ in stored}
+
+
+def test_a_result_in_the_wrong_place_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, values_of(FALLING), "sft.cpu-cuda.json")
+    with pytest.raises(results.EvidenceError, match=r"its contents belong into sft/cpu-cuda\.json"):
+        results.stored_results(tmp_path)
 
 
 # Folders -------------------------------------------------------------------------------------------------------------
@@ -245,7 +290,7 @@ def test_finished_sides_are_compared(
     page = page_in(tmp_path)
     words = [folder.parent, "--results", tmp_path / "results", "--page", page]
     assert program(monkeypatch, "table", *words) == 0
-    assert "| in step 0.1 %" in page.read_text(encoding="utf-8")
+    assert "| in step, 0.1 % |" in page.read_text(encoding="utf-8")
 
 
 def _fails(folder: Path) -> None:

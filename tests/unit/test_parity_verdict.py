@@ -168,7 +168,7 @@ def test_copies_of_a_deterministic_run_are_no_repeats() -> None:
     a, b = np.stack([0.15 + 0.02 * draw.normal(size=40)] * 3), 0.15 + 0.02 * draw.normal(size=(1, 40))
     judgement, examined = judged(a, b)
     assert (judgement.verdict, examined.repeats, examined.copies) == ("cannot tell", 0, 2)
-    assert "; the noise is unknown, because all repeats equal another run of its side" in judgement.explanation
+    assert "; the noise is unknown, because all repeats equal another run of the same side" in judgement.explanation
     assert "the noise is unknown without repeats: " in judged(a[:1], b)[0].explanation
     # A run that earns nothing is found without the noise of repeats.
     assert judged(a, 0.001 * draw.normal(size=(1, 40)))[0].verdict == "out of step"

@@ -259,7 +259,7 @@ def _unknown_noise(examined: Examined, allowed: float | None) -> str:
     would exclude."""
     if examined.copies:
         equal = "the repeat equals another run" if examined.copies == 1 else "all repeats equal another run"
-        return f"the noise is unknown, because {equal} of its side: give repeats with other batch.tokens"
+        return f"the noise is unknown, because {equal} of the same side: give repeats with other batch.tokens"
     if allowed is None:
         return "the noise is unknown without repeats (--repeat)"
     return f"the noise is unknown without repeats: {_suffices(examined, allowed)}"
