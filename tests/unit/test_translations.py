@@ -57,6 +57,19 @@ def test_a_translation_has_the_same_shape_and_code(page: str, translation: str) 
     assert numbers(one) == numbers(other)
 
 
+@pytest.mark.parametrize("page", [name for _, name in PAIRS if name.startswith("docs/")])
+def test_a_translation_links_to_translations(page: str) -> None:
+    """Only the link `[English](...)` leads to an English page that has a translation."""
+    linked = re.findall(r"\[(?!English\])[^\]]*\]\(([\w-]+)\.md[)#]", (ROOT / page).read_text(encoding="utf-8"))
+    assert [name for name in linked if (ROOT / "docs" / f"{name}.zh.md").exists()] == []
+
+
+def test_every_translation_is_compared() -> None:
+    assert {path.name for path in (ROOT / "docs").glob("*.zh.md")} == {
+        name.removeprefix("docs/") for _, name in PAIRS if name.startswith("docs/")
+    }
+
+
 def test_the_comparison_can_fail() -> None:
     assert heading_levels("# a\n## b\n```sh\n# no\n```\n") == [1, 2]
     assert code_blocks("```sh\nls\n```\ntext\n```\nx\n```\n") == ["```sh\nls\n```", "```\nx\n```"]
