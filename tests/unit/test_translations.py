@@ -15,6 +15,7 @@ PAIRS = [
     ("docs/dpo.md", "docs/dpo.zh.md"),
     ("docs/grpo.md", "docs/grpo.zh.md"),
     ("docs/tools.md", "docs/tools.zh.md"),
+    ("docs/ray.md", "docs/ray.zh.md"),
     ("docs/to-ascend.md", "docs/to-ascend.zh.md"),
     ("docs/commands.md", "docs/commands.zh.md"),
     ("docs/ascend.md", "docs/ascend.zh.md"),
