@@ -100,6 +100,7 @@ docs: $(VENV)/.docs
 	$(BIN)/python tools/environment_figures.py trajectory > docs/trajectory.svg
 	$(BIN)/python tools/environment_figures.py timeline > docs/timeline.svg
 	$(BIN)/python tools/vision_figure.py > docs/vision-tokens.svg
+	$(BIN)/python tools/step_figure.py > docs/grpo-step.svg
 	$(BIN)/python tools/site/build.py
 
 models: $(VENV)/.test

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,17 @@ def test_a_failed_command_ends_it_and_a_written_model_stays(tmp_path: Path, monk
     model.touch()
     commands, code = asked([], fails="train warmup-arithmetic")
     assert ([words[0] for words in commands], code) == (["data", "train"], 3)
+
+
+def test_a_terminal_shows_the_commands_in_bold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    asked([])
+    assert "\n\x1b[1m1. lockstep tiny quickstart/model\x1b[0m\n" in terminal.getvalue()
 
 
 @pytest.mark.slow

@@ -50,7 +50,10 @@ def name(page: Path) -> str:
 every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 
 
-@pytest.mark.parametrize(("tool", "page"), [("recipe_reference.py", "recipe.md"), ("error_codes.py", "errors.md")])
+@pytest.mark.parametrize(
+    ("tool", "page"),
+    [("recipe_reference.py", "recipe.md"), ("error_codes.py", "errors.md"), ("step_figure.py", "grpo-step.svg")],
+)
 def test_the_references_are_current(tool: str, page: str) -> None:
     printed = subprocess.run([sys.executable, ROOT / "tools" / tool], capture_output=True, text=True, check=True).stdout
     assert printed == (ROOT / "docs" / page).read_text(encoding="utf-8"), "run `make docs`"

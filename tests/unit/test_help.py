@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from lockstep.cli import app
 from lockstep.commands import help as help_pages
 from lockstep.errors import Refusal
+from lockstep.recipe.methods import OFFLINE, ONLINE
 from source_trees import nodes
 
 pytestmark = pytest.mark.xdist_group("source trees")
@@ -100,12 +101,87 @@ def test_a_command_without_a_page_prints_its_options() -> None:
 
 @pytest.mark.parametrize(
     ("words", "near"),
-    [(["onlin"], "did you mean online?"), (["data", "chat-template"], "did you mean chat-templates?")],
+    [
+        (["onlime"], "did you mean `lockstep help online`"),
+        (["chekpoint"], "did you mean `lockstep help runs checkpoints`"),
+        (["data", "chat-template"], "did you mean chat-templates?"),
+    ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(words: list[str], near: str) -> None:
     with pytest.raises(Refusal, match="is not a") as refusal:
         run(*words)
     assert near in refusal.value.problems[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("words", "page", "section"),
+    [
+        ("ppo", "online", "methods"),
+        ("kto", "dpo", "a-kto-run"),
+        ("lora", "low-memory", "lora-adapters"),
+        ("vllm", "engines", "a-server-that-lockstep-starts"),
+        ("sglang", "engines", "on-ascend"),
+        ("install", "getting-started", "install"),
+        ("callbacks", "python", "callbacks"),
+        ("notebooks", "python", "notebooks"),
+        ("images", "vision", None),
+        ("checkpoint", "runs", "checkpoints"),
+        ("resume", "runs", "resuming"),
+        ("quantize", "low-memory", "quantised-base-weights"),
+        ("weight sync", "engines", "weight-sync"),
+        ("rm", "reward-models", "one-command"),
+        ("batch", "recipe", "batch"),
+    ],
+)
+def test_a_word_that_is_no_topic_finds_its_section(words: str, page: str, section: str | None) -> None:
+    found = help_pages.look_up(words, None)
+    assert (found.topic, found.section, found.rows) == (page, section, ())
+    assert len(found.more) == 3
+
+
+def test_every_method_has_a_page() -> None:
+    found = {method: help_pages.look_up(method, None) for method in (*OFFLINE, *ONLINE)}
+    assert {method for method, one in found.items() if one.rows} == set()
+    assert {one.topic for one in found.values()} == {"sft", "dpo", "grpo", "online", "distillation", "reward-models"}
+
+
+def test_a_recipe_key_has_its_row() -> None:
+    keys = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(keys) > 200
+    assert [key for key in keys[::20] if not help_pages.rows_named(key, full=True)] == []
+
+
+def test_a_key_is_printed_with_its_default_and_meaning() -> None:
+    printed = run("batch.tokens")
+    assert printed.startswith("`batch.tokens`\n\n- values: ")
+    assert "\n- default: `" in printed
+    assert "\n- page: `lockstep help recipe`\n" in printed
+    assert "See also: `lockstep help " in printed
+    assert "`reward.remote_retries`" in run("remote_retries")  # the last part is enough
+    assert "`unknown-key`" in run("unknown-key")
+    assert "`timing_s/gen`" in run("timing_s/gen")
+
+
+def test_several_words_find_a_section() -> None:
+    printed = run("chat", "template")
+    assert printed.startswith("## Chat templates\n")
+    assert printed.splitlines()[-1].startswith("This is `lockstep help data chat-templates`. See also: `lockstep help ")
+
+
+def test_an_unknown_word_lists_three_pages() -> None:
+    with pytest.raises(Refusal) as refusal:
+        help_pages.look_up("deepspeed", None)
+    named = re.findall(r"`lockstep help ([\w-]+)", refusal.value.problems[0].remedy)
+    assert len(set(named)) == 3
+    assert all("deepspeed" in help_pages.topics()[topic].read_text(encoding="utf-8").lower() for topic in named)
+    with pytest.raises(Refusal) as refusal:
+        help_pages.look_up("xyzzy", None)  # no page is near
+    assert refusal.value.problems[0].remedy == "`lockstep help` lists the topics"
+
+
+def test_a_found_section_is_shown_in_the_chosen_language() -> None:
+    assert run("notebooks", "--lang", "zh").startswith("## 笔记本\n")
+    assert run("python", "notebooks", "--lang", "zh").startswith("## 笔记本\n")
 
 
 def test_a_heading_in_code_is_not_a_section() -> None:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import difflib
 import html
+import math
 import os
 import re
 import shutil
 import sys
 import tempfile
 import webbrowser
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +30,15 @@ _COMMENT = re.compile(r"^<!-- [^>]* -->\n+", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _LANGUAGE_LINK = re.compile(r" *\[(?:中文|English)\]\([^)]+\)[.。]?")
 _HEADING = re.compile(r"^(#+) (.+)$")
+_WORD = re.compile(r"[a-z0-9_]+")
+# Pages of names or numbers, which come after the pages that explain a subject.
+LISTS = {"glossary", "learning", "measured", "models", "speed", "support", "support-appendix"}
+FIRST = "getting-started"
+# Pages whose tables have a row per name.
+TABLES = ("recipe", "metrics", "errors", "verl-keys", "openrlhf-keys")
+# A match in a heading, in the first column of a table or in bold at the start of an item reaches this score. A word
+# that is only mentioned does not.
+KNOWN = 3.0
 STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}pre{background:#f4f4f4;padding:.7rem"
     ";overflow-x:auto}table{border-collapse:collapse;display:block;overflow-x:auto}td,th{border:1px solid #ccc;"
@@ -65,16 +79,141 @@ def prefers_chinese() -> bool:
     return next((value for value in named if value), "").startswith("zh")
 
 
+@dataclass(frozen=True)
+class Section:
+    """A section without its subsections. The first section of a page has the text of the full page."""
+
+    topic: str
+    anchor: str | None
+    heading: str
+    text: str
+
+    @cached_property
+    def words(self) -> Counter[str]:
+        return Counter(_stems(self.text))
+
+    @property
+    def command(self) -> str:
+        """The command that prints this section."""
+        return f"`lockstep help {self.topic}{f' {self.anchor}' if self.anchor else ''}`"
+
+    def score(self, query: str) -> float:
+        """Scores how well this section answers `query`: a word in the heading counts most, then a definition in a table
+        or a list, or a command that trains with it, then how often the text has it."""
+        heading, asked = _stems(self.heading), _stems(query)
+        length = sum(self.words.values()) + 50
+        score = 0.0
+        for word in asked:
+            score += 3 * self.words[word] / (self.words[word] + 8) + 6 * self.words[word] / length
+            if word in heading:
+                score += 6 / (0.75 + 0.25 * len(heading)) + 2 * (heading[0] == word or self.anchor is None)
+            if word in _stems(self.topic):
+                score += 3
+        name, flags = re.escape(query), re.MULTILINE | re.IGNORECASE
+        if self.anchor:
+            score += 3 * bool(re.search(rf"^(\| |- \*\*)`?{name}(`|\*\*| \|)", self.text, flags))
+            score += 4 * bool(re.search(rf"^lockstep train {name}[.-]", self.text, flags))
+            score += 2 * bool(re.search(rf"^method: {name}$", self.text, flags))
+        present = sum(word in heading or self.words[word] > 0 for word in asked) / max(len(asked), 1)
+        return score * present * (0.4 if self.topic in {*LISTS, *TABLES} else 1.4 if self.topic == FIRST else 1.0)
+
+
+def _stems(text: str) -> list[str]:
+    """Returns the words without their endings, so that `resume` finds "Resuming"."""
+    words = (word.replace("z", "s") for word in _WORD.findall(text.lower()))
+    return [re.sub(r"(?<=...)(ing|ed|es|s|e)$", "", word) for word in words]
+
+
+@cache
+def sections_in(folder: Path) -> list[tuple[Section, float]]:
+    """Returns the sections of all English pages, each with a factor that is larger if many pages link to it."""
+    texts = {topic: page.read_text(encoding="utf-8") for topic, page in topics().items()}
+    links = Counter(target for text in texts.values() for target in re.findall(r"\]\(([\w-]+)\.md(#[\w-]+)?\)", text))
+    found = []
+    for topic, text in texts.items():
+        lines = text.splitlines()
+        for (start, level, heading), (end, _, _) in pairwise([*headings(text), (len(lines), 0, "")]):
+            anchor, own = (None, text) if level == 1 else (slug(heading), "\n".join(lines[start + 1 : end]))
+            linked = links[topic, ""] + 2 * links[topic, f"#{anchor}"]
+            found.append((Section(topic, anchor, heading, own), 1 + 0.15 * math.log1p(linked)))
+    return found
+
+
+def best_sections(query: str) -> list[tuple[float, Section]]:
+    """Returns the sections that mention `query` with their scores, the best first."""
+    scored = [(section.score(query) * factor, section) for section, factor in sections_in(docs_folder())]
+    return sorted((one for one in scored if one[0] > 0), key=lambda one: -one[0])
+
+
+def rows_named(name: str, *, full: bool) -> list[str]:
+    """Returns the rows of `TABLES` for a key, metric or error code. Without `full`, its last part is enough."""
+    rows = []
+    for topic in TABLES:
+        columns: list[str] = []
+        for line in topics()[topic].read_text(encoding="utf-8").splitlines():
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            columns = columns or cells if cells else []
+            keys = re.findall(r"`([^`]+)`", cells[0]) if cells else []
+            if name in (keys if full else [key.rpartition(".")[2] for key in keys]):
+                values = [f"- {column}: {cell}" for column, cell in zip(columns[1:], cells[1:], strict=True) if cell]
+                rows.append("\n".join([cells[0], "", *values, f"- page: `lockstep help {topic}`", ""]))
+    return rows
+
+
 def find_page(topic: str, language: str | None) -> Path:
     """Returns the page of a topic, in Chinese if it is asked for and exists."""
-    pages = topics()
-    page = pages.get(topic.lower().removeprefix("docs/").removesuffix(".md").replace("_", "-").replace(" ", "-"))
-    if page is None:
-        near = difflib.get_close_matches(topic.lower(), pages, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise Refusal.at(topic, "is not a topic", f"{hint}`lockstep help` lists the topics", code="unknown-name")
+    page = topics()[topic]
     chinese = page.with_suffix(".zh.md")
     return chinese if (language == "zh" or (language is None and prefers_chinese())) and chinese.is_file() else page
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `lockstep help` shows: a page or one of its sections, or rows of tables. `more` are other sections."""
+
+    topic: str
+    section: str | None
+    more: Sequence[Section] = ()
+    rows: Sequence[str] = ()
+
+
+def _hint(query: str, near: Sequence[Section]) -> str:
+    """Names up to three pages: those that mention the words, or those with a word of similar spelling in a heading."""
+    if not near:
+        known = {word for section, _ in sections_in(docs_folder()) for word in _stems(section.heading)}
+        near = [best_sections(word)[0][1] for word in difflib.get_close_matches("".join(_stems(query)), known, n=3)]
+    pages = {section.topic: section for section in reversed(near)}
+    three = list(reversed(pages.values()))[:3]
+    return f"did you mean {', '.join(section.command for section in three)}? " if three else ""
+
+
+def look_up(topic: str, section: str | None) -> Found:
+    """Returns the page of a topic. Other words are looked up in the tables, the headings and the text of all pages."""
+    page = topic.lower().removeprefix("docs/").removesuffix(".md").replace("_", "-").replace(" ", "-")
+    if page in topics():
+        return Found(page, section)
+    query = f"{topic} {section or ''}".strip().lower()
+    ranked = best_sections(query)
+    near = [section for _, section in ranked]
+    if rows := rows_named(query, full=True):
+        return Found(TABLES[0], None, near[:3], rows)
+    if ranked and ranked[0][0] >= KNOWN:
+        return Found(near[0].topic, near[0].anchor, near[1:4])
+    if rows := rows_named(query, full=False):
+        return Found(TABLES[0], None, near[:3], rows)
+    raise Refusal.at(
+        query, "is not a topic", f"{_hint(query, near)}`lockstep help` lists the topics", code="unknown-name"
+    )
+
+
+def anchor_in(page: Path, found: Found) -> str:
+    """Returns the anchor of the section in `page`. In a translation, its heading has the place of the English one."""
+    wanted = (found.section or "").lstrip("#").lower()
+    names = [
+        [slug(heading) for _, _, heading in headings(path.read_text(encoding="utf-8"))]
+        for path in (topics()[found.topic], page)
+    ]
+    return names[1][names[0].index(wanted)] if wanted in names[0] else wanted
 
 
 def headings(text: str) -> list[tuple[int, int, str]]:
@@ -137,8 +276,13 @@ def show_topics() -> None:
 
 def show_page(topic: str, section: str | None, language: str | None) -> None:
     """Prints a page, or one of its sections: as formatted text in a terminal, otherwise as Markdown."""
-    text = find_page(topic, language).read_text(encoding="utf-8")
-    shown = terminal_text(section_of(text, section, topic) if section else text)
+    found = look_up(topic, section)
+    page = find_page(found.topic, language)
+    text = "\n".join(found.rows) or page.read_text(encoding="utf-8")
+    shown = terminal_text(section_of(text, anchor_in(page, found), found.topic) if found.section else text)
+    if found.more:
+        here = "" if found.rows else f"This is {Section(found.topic, found.section, '', '').command}. "
+        shown += f"\n{here}See also: {', '.join(other.command for other in found.more)}.\n"
     if not sys.stdout.isatty():
         write(shown, end="")
         return
@@ -151,9 +295,11 @@ def show_page(topic: str, section: str | None, language: str | None) -> None:
 
 def open_page(topic: str, section: str | None, language: str | None) -> None:
     """Writes all pages as HTML into a temporary folder, and opens one of them in the browser."""
-    page = find_page(topic, language)
-    if section:
-        section_of(page.read_text(encoding="utf-8"), section, topic)
+    found = look_up(topic, section)
+    page = find_page(found.topic, language)
+    anchor = anchor_in(page, found)
+    if anchor:
+        section_of(page.read_text(encoding="utf-8"), anchor, found.topic)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-help-"))
     for source in docs_folder().iterdir():
         if source.suffix == ".md":
@@ -161,7 +307,7 @@ def open_page(topic: str, section: str | None, language: str | None) -> None:
         elif source.suffix in (".svg", ".png"):
             shutil.copy(source, folder)
     target = folder / page.with_suffix(".html").name
-    address = target.as_uri() + (f"#{section.lstrip('#')}" if section else "")
+    address = target.as_uri() + (f"#{anchor}" if anchor else "")
     write(str(target))
     if not webbrowser.open(address):
         write("no browser could be started: open this file yourself", error=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from shlex import join
@@ -12,6 +11,7 @@ import typer
 from lockstep.run.metrics import read_metrics
 from lockstep.run.model_card import before_and_after
 from lockstep.run.output import write
+from lockstep.run.screen import Screen, shown
 
 RUN = "runs/grpo-arithmetic"
 MODEL = Path("quickstart/model")
@@ -43,9 +43,9 @@ def quickstart_commands(overrides: Sequence[str]) -> list[list[str]]:
 
 def run_quickstart(overrides: Sequence[str], run_command: Callable[[list[str]], object]) -> None:
     """Prints and runs the commands of the quickstart in this process, which imports torch only once."""
-    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     for number, words in enumerate(quickstart_commands(overrides), 1):
-        write(f"\n{bold}{number}. {join(['lockstep', *words])}{plain}")
+        write()
+        Screen.on_stdout().print(shown(f"{number}. {join(['lockstep', *words])}", "bold"), soft_wrap=True)
         if words[0] == "tiny" and (MODEL / "config.json").is_file():
             continue
         if code := run_command(words):
