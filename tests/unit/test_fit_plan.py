@@ -52,7 +52,7 @@ def test_other_words_are_refused(text: str) -> None:
 
 
 def test_unknown_and_too_small_devices_are_refused() -> None:
-    with refuses("--fit", "unknown-device", "h201", remedy="did you mean h200?"):
+    with refuses("--fit", "unknown-device", "h201", remedy="did you mean h20?"):
         device_to_fit("h201:24")
     with refuses("--fit", "out-of-range", "h100", "85.9"):
         device_to_fit("h100:90")
