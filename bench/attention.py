@@ -1,16 +1,22 @@
 """Attention of training, forward and backward: packed rows, and groups of responses that share their prompt.
 
     python bench/attention.py --out bench/results/attention_h200.json
+    python bench/attention.py --shape qwen2.5-7b --lengths --out bench/results/attention_lengths_h200.json
 
 Rows: flash over the packed line as we run it, and torch's cuDNN attention on the same line and on the same rows as a
 dense batch, where it takes them. Groups, three ways: every sequence whole on the line, prompts once with every sequence
 made whole for the kernel, and prompts once in two parts (`flash.py`), which is what a device with flash
 attention does. All are first compared with the plain-torch reference in fp32.
+
+With `--lengths`, it measures only our flash over a packed line of equal rows, for each length: the forward pass, and
+both passes together, with their speed relative to large matmuls (`chips.py`). 6 Hq d S² FLOPs per row are counted, as
+in `lockstep plan --cluster`. The default lengths take less than a minute on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.device.base import Device
+from lockstep.device.chips import CHIPS
 from lockstep.device.select import select
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.varlen import KERNELS, varlen_attention
@@ -26,6 +33,8 @@ from report import machine, summary, write_record
 from shapes import SHAPES, Shape
 from sides import Stopwatch
 
+# The lengths of the table in `chips.py`.
+LENGTHS = (1024, 4096, 16384, 65536, 131072)
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -40,11 +49,22 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--response", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--lengths", type=int, nargs="*", metavar="TOKENS", help="default: 1,024 to 131,072")
+    parser.add_argument("--line", type=int, default=65536, help="tokens of a line of --lengths, at least one row")
     parser.add_argument("--out")
     args = parser.parse_args()
     device, shape = select(args.device), SHAPES[args.shape]
     record: dict[str, Any] = {"settings": vars(args), "machine": machine(device), "rows": {}}
     print("  ".join(f"{name} {value}" for name, value in record["machine"].items()))
+    if args.lengths is not None:
+        record["lengths"] = {}
+        for length in args.lengths or LENGTHS:
+            record["lengths"][str(length)] = found = of_length(device, shape, length, args.line, args.repeats)
+            print(f"{length:,}: " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
+            # Of a call that is ended early, the lengths so far remain.
+            if args.out:
+                write_record(record, args.out)
+        return
     for name, ways, counts in (rows(device, shape, args), groups(device, shape, args)):
         print(f"{args.shape}, {name}", flush=True)
         record["rows"][name] = {}
@@ -83,6 +103,41 @@ def rows(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str, W
     inputs = drawn(device, shape, tokens)
     exact = in_single(lambda q, k, v: varlen_attention(q, k, v, reference, scale=shape.head**-0.5), inputs)
     return f"{args.rows} x {args.length}", *_taken(ways, inputs, exact)
+
+
+def of_length(device: Device, shape: Shape, length: int, line: int, repeats: int) -> dict[str, float]:
+    """The median seconds of attention over a line of rows of one length, and its speed relative to large matmuls."""
+    count = max(1, line // length)
+    layout = make_layout([length] * count, device.torch_device(), device.attention)
+    inputs = drawn(device, shape, count * length)
+    upstream = torch.randn_like(inputs[0])
+
+    def forward() -> torch.Tensor:
+        return varlen_attention(*inputs, layout, scale=shape.head**-0.5)
+
+    seconds: dict[str, list[float]] = {"forward": [], "both": []}
+    for repeat in range(repeats + 2):
+        for kind, found in seconds.items():
+            watch = Stopwatch(device)
+            if kind == "forward":
+                with torch.no_grad():
+                    forward()
+            else:
+                torch.autograd.grad(forward(), inputs, upstream)
+            if repeat > 1:
+                found.append(watch.read().wall)
+    chip = CHIPS["h200" if device.name == "cuda" else "cpu"]
+    matmuls = chip.flops(inputs[0].element_size())
+    assert matmuls is not None
+    least = 6 * shape.queries * shape.head * count * length**2 / matmuls
+    forward_seconds, both = (statistics.median(seconds[kind]) for kind in ("forward", "both"))
+    return {
+        "rows": count,
+        "forward_seconds": forward_seconds,
+        "seconds": both,
+        "forward_efficiency": least / 3 / forward_seconds,
+        "efficiency": least / both,
+    }
 
 
 def _taken(ways: Ways, inputs: list[torch.Tensor], exact: list[torch.Tensor]) -> tuple[Ways, dict[str, float]]:

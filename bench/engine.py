@@ -39,14 +39,13 @@ from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.kernels.mixer_states import slot_bytes
 from lockstep.model.policy import Policy
-from lockstep.preflight.cluster import generation_seconds
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler, Work
 from lockstep.types import Completion, Request, Sampling
 from report import machine, write_record
-from roofline import BANDWIDTH, FLOPS
+from roofline import BANDWIDTH, FLOPS, generation_seconds
 from shapes import SHAPES, ConfigShape, Shape
 
 AnyShape = Shape | ConfigShape

@@ -34,9 +34,9 @@ import transformers
 from grpo_sides import SIDES, Ours, Pass, Side, Step, Trl
 from lockstep.device.select import select
 from lockstep.model.load_folder import DTYPES
-from lockstep.preflight.cluster import training_flops
 from online_work import Work, add_arguments, make_work, settle, temporary_folder
 from report import differ, machine, spread, summary
+from roofline import training_flops
 from shapes import Shape
 from sides import has_trl
 

@@ -2,9 +2,11 @@
 
     python bench/predictions.py
     python bench/predictions.py --measure bench/results/predictions_cpu.json      # the rows of the CPU, anew
+    python bench/predictions.py --out bench/results/predictions.json              # all rows, with errors by device
 
 Rows of the CPU are in seconds of CPU time on one thread, which a busy machine changes little. Rows marked "fit" are
-those that the table of devices was fitted to (`lockstep/device/chips.py`); the others test it.
+those that the table of devices was fitted to (`lockstep/device/chips.py`); the others test it. No constant is fitted to
+a published row.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
+import yaml
 
+import low_memory
 import memory
 from lockstep.device.select import DEVICES
 from lockstep.model.tiny import write_tiny
@@ -44,6 +48,8 @@ class Prediction:
     measured: float
     unit: str = "s"
     fitted: bool = False
+    chip: str | None = None
+    """The device of a published row."""
 
     @property
     def error(self) -> float:
@@ -51,7 +57,7 @@ class Prediction:
 
     def line(self) -> str:
         numbers = f"{self.predicted:10,.3f} {self.measured:10,.3f} {self.unit:3} {self.error:+8.1%}"
-        return f"{self.what:48} {numbers}{'  fit' if self.fitted else ''}"
+        return f"{self.what:64} {numbers}{'  fit' if self.fitted else ''}"
 
 
 @dataclass(frozen=True)
@@ -103,15 +109,26 @@ def sft_rows(cluster: TargetCluster) -> Iterator[Prediction]:
 
 
 def fine_tuning_rows(cluster: TargetCluster) -> Iterator[Prediction]:
-    """All weights of a 7B shape, AdamW's state on the host: bench/memory.py."""
+    """All weights of a 7B shape, AdamW's state on the host, and activations on the host: bench/memory.py."""
     record = json.loads((RESULTS / "memory_7b_h200.json").read_text())
     config, device = SHAPES["qwen2.5-7b"].config(), DEVICES[cluster.chip.kind]
     for result in record["results"]:
         case = {key: value for key, value in result.items() if key in memory.SEVEN_BILLION[-1]}
         count = case.get("micro_batches", 1)
         what = f"SFT 7B, optimizer on the host, {count} x {case['tokens']}"
-        predicted = memory.planned(memory.recipe_of(case, Path("model")), config, device).peak.total
+        recipe = memory.recipe_of(case, Path("model"))
+        outlook = Outlook.of(recipe, config, EqualRows(recipe.batch.rows_per_update, memory.LENGTH))
+        yield Prediction(what, seconds(outlook.times(cluster)), result["update_s"])
+        predicted = memory.planned(recipe, config, device).peak.total
         yield Prediction(what, predicted / 1e9, result["measured_gib"] * 2**30 / 1e9, "GB")
+    # What offload of activations costs: 128 rows of 512 tokens of the 0.5B shape.
+    for result in json.loads((RESULTS / "memory_activations_h200.json").read_text())["results"]:
+        case = {key: value for key, value in result.items() if key in memory.ACTIVATIONS[-1]}
+        recipe = memory.recipe_of(case, Path("model"))
+        steps = EqualRows(recipe.batch.rows_per_update, memory.LENGTH)
+        outlook = Outlook.of(recipe, SHAPES["qwen2.5-0.5b"].config(), steps)
+        what = "SFT 0.5B, 128 x 512" + "".join(f", {key}" for key, value in case.items() if value is True)
+        yield Prediction(what, seconds(outlook.times(cluster)), result["update_s"])
 
 
 def grpo_rows(cluster: TargetCluster) -> Iterator[Prediction]:
@@ -150,50 +167,130 @@ def engine_rows(cluster: TargetCluster) -> Iterator[Prediction]:
                 yield Prediction(f"engine {shape}, {work}", generate.open, measured, fitted=True)
 
 
+def long_rows(cluster: TargetCluster) -> Iterator[Prediction]:
+    """Updates of models of 7B and 8B with rows of 1,024 to 131,072 tokens: bench/low_memory.py and bench/sft.py."""
+    record = json.loads((RESULTS / "low_memory_h200.json").read_text())
+    cases = [(name, case) for part in ("fp8", "long") for name, case in record[part]["cases"].items()]
+    # The part qlora was printed, without the settings of its cases.
+    printed = {name: low_memory.CASES[name] for name in ("lora-7b", "qlora-7b", "int8-7b")}
+    cases += [
+        (name, {**asdict(case), "tokens_per_second": record["printed"]["qlora"][name]["tokens_per_second"]})
+        for name, case in printed.items()
+    ]
+    for name, case in cases:
+        if name == "fp8-7b":  # the table has no speed of matmuls in fp8
+            continue
+        length = sum(case["row"]) + 2  # a separator and an end token
+        sections: dict[str, dict[str, Any]] = {"model": {}, "batch": {"rows_per_update": case["rows"]}}
+        for word in case["words"]:
+            keys, value = word.split("=")
+            *path, key = keys.split(".")
+            held = sections.setdefault(path[0], {})
+            for inner in path[1:]:
+                held = held.setdefault(inner, {})
+            held[key] = yaml.safe_load(value)
+        steps = EqualRows(case["rows"], length)
+        outlook = Outlook.of(recipe_of({"method": "sft", **sections}), SHAPES[case["model"]].config(), steps)
+        what = f"SFT {name}, {case['rows']} x {length}"
+        measured = case["rows"] * length / case["tokens_per_second"]
+        yield Prediction(what, seconds(outlook.times(cluster)), measured, fitted=name in ("tiled-32k", "long-128k"))
+
+
 @dataclass(frozen=True)
-class NemoStep:
-    """A GRPO step that NeMo RL 0.4 published: all lengths are tokens per sequence, with the prompt."""
+class PublishedStep:
+    """A GRPO step that another framework published. Lengths are tokens per sequence, with the prompt."""
 
+    framework: str
     shape: str
-    devices: int
-    mean: int
+    cluster: str
+    prompts: int
+    n: int
+    mean: float
     longest: int
-    responses: int
     seconds: float
-    tensor: int = 1
+    tensor: int
+    """The tensor parallelism of the framework's generation, at most the devices of a node."""
+    update: int
+    """The prompts of an update."""
+    generating: float | None = None
+    """The seconds of generation, if they are published."""
 
-
-# https://github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md: DGX H100, bf16, synchronous, 32 responses per
-# prompt, updates of 512 responses. Prompt lengths are not published; 100 tokens are assumed. `tensor` is NeMo RL's
-# tensor parallelism of generation, at most the 8 devices of a node.
-NEMO_STEPS = (
-    NemoStep("llama3.1-8b", 16, 1060, 4096, 2048, 97.7),
-    NemoStep("qwen3-32b", 32, 3206, 4096, 2048, 393.0, tensor=4),
-    NemoStep("qwen3-30b-a3b", 32, 3154, 4096, 2048, 225.0, tensor=4),
-    NemoStep("qwen3-235b-a22b", 128, 5671, 8192, 512, 506.0, tensor=8),
-)
-NEMO_PROMPT = 100
-
-
-def nemo_rows() -> Iterator[Prediction]:
-    for step in NEMO_STEPS:
-        prompts = step.responses // 32
-        recipe = recipe_of(
+    def recipe(self) -> Recipe:
+        return recipe_of(
             {
                 "method": "grpo",
                 "model": {"gradient_checkpointing": True},
-                "batch": {"prompts": prompts, "prompts_per_update": 16, "tokens": 2 * step.longest},
-                "rollout": {"n": 32, "max_tokens": step.longest - NEMO_PROMPT, "max_sequences": 256},
-                "parallel": {"tensor_parallel": step.tensor},
+                "batch": {
+                    "prompts": self.prompts,
+                    "prompts_per_update": self.update,
+                    "tokens": 2 * self.longest,
+                },
+                "rollout": {"n": self.n, "max_tokens": self.longest - PROMPT, "max_sequences": 256},
+                "parallel": {"tensor_parallel": self.tensor},
             }
         )
-        lengths = OnlineSteps(NEMO_PROMPT, step.mean - NEMO_PROMPT, NEMO_PROMPT)
-        times = Outlook.of(recipe, PUBLISHED_SHAPES[step.shape], lengths).times(
-            cluster_named(f"{step.devices // 8}x8:h100")
-        )
-        what = f"NeMo RL, {step.shape} on {step.devices} H100"
-        yield Prediction(f"{what}: step, at least", sum(phase.hidden for phase in times or []), step.seconds)
-        yield Prediction(f"{what}: step, at most", seconds(times), step.seconds)
+
+    def times(self) -> list[PhaseTime]:
+        lengths = OnlineSteps(PROMPT, self.mean - PROMPT, PROMPT)
+        return Outlook.of(self.recipe(), PUBLISHED_SHAPES[self.shape], lengths).times(cluster_named(self.cluster)) or []
+
+
+# No framework publishes the mean length of its prompts.
+PROMPT = 100
+
+
+def _nemo(
+    shape: str, nodes: int, mean: int, longest: int, responses: int, seconds: float, tensor: int = 1
+) -> PublishedStep:
+    """https://github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md: DGX H100, bf16, synchronous, 32 responses
+    per prompt, updates of 512 responses. The dense models are in version 0.5 only, the others are of version 0.6."""
+    return PublishedStep(
+        "NeMo RL", shape, f"{nodes}x8:h100", responses // 32, 32, mean, longest, seconds, tensor, update=16
+    )
+
+
+def _mindspeed(shape: str, cluster: str, prompts: int, n: int, limit: int, speed: float, tensor: int) -> PublishedStep:
+    """https://github.com/Ascend/MindSpeed-RL, docs/zh/algorithms/grpo.md and dapo.md: tokens of prompts and responses
+    per second and device (`speed`, of one die, which is half of the published speed of a card of Atlas A3). The number
+    of devices, 16, and the parallelism are those of its configs. It publishes the limit of responses, not their mean
+    length: half of the limit is assumed."""
+    mean = PROMPT + limit / 2
+    seconds = prompts * n * mean / 16 / speed
+    return PublishedStep(
+        "MindSpeed RL", shape, cluster, prompts, n, mean, PROMPT + limit, seconds, tensor, update=prompts
+    )
+
+
+PUBLISHED_STEPS = (
+    _nemo("llama3.1-8b", 2, 1019, 4096, 2048, 92.8),
+    _nemo("qwen3-32b", 4, 3251, 4096, 2048, 376.0, tensor=4),
+    _nemo("qwen3-30b-a3b", 4, 3203, 4096, 2048, 192.0, tensor=2),
+    # It generates with a tensor parallelism of 16.
+    _nemo("qwen3-235b-a22b", 16, 5698, 8192, 512, 395.0, tensor=8),
+    _mindspeed("qwen2.5-7b", "1x16:atlas-a3", 32, 8, 2048, 220 / 2, tensor=1),
+    _mindspeed("qwen2.5-32b", "1x16:atlas-a3", 64, 16, 2048, 220 / 2, tensor=2),
+    _mindspeed("qwen2.5-32b", "2x8:atlas-800t-a2", 64, 16, 1024, 100, tensor=2),
+    # Its experts are divided over 8 dies for generation, and its tensors over 4 for training. It is DAPO: groups whose
+    # responses all have one reward are generated again, which the prediction does not count.
+    _mindspeed("qwen3-30b-a3b", "1x16:atlas-a3", 32, 8, 2048, 44 / 2, tensor=4),
+    # https://github.com/verl-project/verl, docs/perf/dpsk.md (August 2025), with the batch and the limit of 9,632
+    # tokens of examples/grpo_trainer/run_deepseek671b_math_megatron_96gb.sh of the same day. It generates with a tensor
+    # parallelism of 32.
+    PublishedStep(
+        "verl", "deepseek-v3", "12x8:h20", 96, 8, PROMPT + 1960, PROMPT + 9632, 1700.0, 8, update=32, generating=1050.0
+    ),
+)
+
+
+def published_rows() -> Iterator[Prediction]:
+    for step in PUBLISHED_STEPS:
+        times = step.times()
+        devices, chip = step.cluster.split(":")
+        what = f"{step.framework}, {step.shape} on {devices} {chip}"
+        if step.generating is not None:
+            yield Prediction(f"{what}: generate", times[0].open, step.generating, chip=chip)
+        yield Prediction(f"{what}: step, at least", sum(phase.hidden for phase in times), step.seconds, chip=chip)
+        yield Prediction(f"{what}: step, at most", seconds(times), step.seconds, chip=chip)
 
 
 @dataclass(frozen=True)
@@ -235,7 +332,16 @@ def trainer_rows() -> Iterator[Prediction]:
         times = outlook.times(cluster_named(f"1x{step.devices}:{step.chip}"))
         kind = "all weights" if step.lora is None else "LoRA"
         what = f"prime-rl, {step.shape} {kind}, {step.devices} {step.chip.upper()}, {step.length}"
-        yield Prediction(what, seconds(times), step.seconds)
+        yield Prediction(what, seconds(times), step.seconds, chip=step.chip)
+
+
+def errors_by_chip(rows: list[Prediction]) -> dict[str, tuple[int, int]]:
+    """The least and the greatest error of the published rows of each device, in percent. Of a range, the upper end."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        if row.chip is not None and not row.what.endswith(("at least", "generate")):
+            found.setdefault(row.chip, []).append(round(100 * row.error))
+    return {chip: (min(errors), max(errors)) for chip, errors in found.items()}
 
 
 def _qwen3(
@@ -259,6 +365,19 @@ def _qwen3(
 
 
 PUBLISHED_SHAPES = {
+    "qwen2.5-7b": SHAPES["qwen2.5-7b"].config(),
+    "qwen2.5-32b": transformers.Qwen2Config(
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+    # The sizes of DeepSeek-V3 are the defaults.
+    "deepseek-v3": transformers.DeepseekV3Config(max_position_embeddings=16384),
     "llama3.1-8b": transformers.LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -416,20 +535,28 @@ def measured_generation(sizes: dict[str, int], prompts: int, n: int, prompt: int
 
 def predictions() -> list[Prediction]:
     cluster = cluster_named("1x1:h200")
-    fine_tuning = [*sft_rows(cluster), *fine_tuning_rows(cluster)]
+    fine_tuning = [*sft_rows(cluster), *fine_tuning_rows(cluster), *long_rows(cluster)]
     ours = [*engine_rows(cluster), *fine_tuning, *grpo_rows(cluster), *cpu_rows(), *scale_rows()]
-    return [*ours, *nemo_rows(), *trainer_rows()]
+    return [*ours, *published_rows(), *trainer_rows()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=Path, metavar="OUT", help="measure the rows of the CPU on this machine")
+    parser.add_argument("--out", type=Path, metavar="OUT", help="write all rows")
     args = parser.parse_args()
     if args.measure:
         args.measure.write_text(json.dumps(measure_cpu(), indent=1) + "\n", encoding="utf-8")
-    print(f"{'':48} {'predicted':>10} {'measured':>10}")
-    for prediction in predictions():
+    rows = predictions()
+    print(f"{'':64} {'predicted':>10} {'measured':>10}")
+    for prediction in rows:
         print(prediction.line())
+    errors = errors_by_chip(rows)
+    for chip, (least, most) in errors.items():
+        print(f"published times of {chip}: error {least:+} to {most:+} %")
+    if args.out:
+        record = {"rows": [asdict(row) | {"error": round(row.error, 4)} for row in rows], "errors_by_device": errors}
+        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

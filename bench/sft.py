@@ -39,9 +39,10 @@ import transformers
 from lockstep.device.select import select
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.tiny import write_tiny
-from lockstep.preflight.cluster import model_cost, training_flops
+from lockstep.preflight.cluster import model_cost
 from lockstep.recipe.schema import Optim
 from report import machine, spread, summary
+from roofline import training_flops
 from shapes import SHAPES, write_model
 from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for
 

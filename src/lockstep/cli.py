@@ -125,7 +125,7 @@ def plan(
     """Show batches and memory of RECIPE without loading the model; fail if they do not fit.
 
     With --cluster, also show the step time if the device is known. Examples: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
-    With --fit, show settings as key=value arguments. Examples: rtx4090, "24 GB", h200:80 (80 GB of an H200).
+    With --fit, show settings as key=value arguments. Examples: h100, "24 GB", h200:80 (80 GB of an H200).
     """
     if cluster is None and fit is None and response_tokens is not None:
         raise typer.BadParameter("needs --cluster or --fit", param_hint="--response-tokens")

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-from lockstep.preflight.cluster import decode_seconds, generation_seconds, model_cost, training_flops
+from lockstep.preflight.cluster import model_cost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
+from roofline import decode_seconds, generation_seconds, training_flops
 from shapes import SHAPES, Shape
 
 # 2 layers of 4 wide, 2 query heads and 1 key head of 2, 3 inside, 5 words.

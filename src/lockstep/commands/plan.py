@@ -33,7 +33,7 @@ from lockstep.preflight.user_trials import try_rewards
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.registry import ENGINES
+from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.rollout.servers.adapter import ServerNeeds
 from lockstep.rollout.servers.server_process import server_adapter_of
 from lockstep.rollout.servers.weight_transports import by_collective, by_memory
@@ -244,6 +244,12 @@ def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
         yield f"the speed of one {chip.name} is measured, link speeds are the vendor's: not tested on several devices"
     else:
         yield f"the speeds of {chip.name} are the vendor's, scaled by the efficiency of an H200: not tested on it"
+    if chip.published is not None and not (chip.measured and cluster.devices == 1):
+        least, most = chip.published
+        errors = f"{least:+} %" if least == most else f"{least:+} to {most:+} %"
+        yield f"error against published step times of other frameworks on {chip.name}: {errors}"
+    if unchecked := _unchecked(recipe):
+        yield f"no measurement checks the time of {', '.join(unchecked)}"
     if online and not ENGINES[recipe.rollout.engine].paged:
         yield f"generation is estimated for the built-in engine, not for {recipe.rollout.engine}"
     if online and recipe.algorithm.dynamic_sampling.max_gen_batches > 1:
@@ -260,6 +266,22 @@ def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
     if recipe.parallel.expert_parallel > 1:
         yield "all experts are assumed to get equally many tokens (parallel.expert_parallel)"
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"
+
+
+def _unchecked(recipe: Recipe) -> list[str]:
+    """Returns the keys of the recipe whose time no measured or published row of bench/predictions.py contains."""
+    parallel, found = recipe.parallel, []
+    for name in ("context_parallel", "expert_parallel"):
+        if getattr(parallel, name) > 1:
+            found.append(f"parallel.{name}")
+    if parallel.offload in ("params", "all"):
+        found.append(f"parallel.offload={parallel.offload}")
+    for name in ("offload_critic", "offload_reference", "offload_teacher"):
+        if getattr(parallel, name) not in (False, "none"):
+            found.append(f"parallel.{name}")
+    if recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic:
+        found.append("the critic")
+    return found
 
 
 def _proposal(outlook: Outlook, cluster: TargetCluster) -> str | None:

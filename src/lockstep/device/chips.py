@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
+from math import log
 
 
 @dataclass(frozen=True)
 class Reached:
     """Measured efficiency of lockstep's kernels on a chip."""
 
-    attention: float
-    """Speed of attention over packed rows, forward and backward, relative to large matmuls."""
+    attention: tuple[tuple[float, float], ...]
+    """Speed of attention over packed rows, forward and backward, relative to large matmuls: pairs of the length of the
+    rows and the speed, in ascending order of lengths. `attention_at` interpolates."""
     layer_passes: float
     """Time in which a training update reads and writes the activations saved for backward, as a multiple of the time to
     read them once from memory."""
@@ -30,17 +33,27 @@ class Reached:
     """Speed of reading the KV cache, relative to a memory copy."""
     layer_seconds: float
     """Seconds of overhead per layer of a decoding step, in addition to the time of arithmetic and memory access."""
-    micro_batch_seconds: float = 0.0
-    """Seconds of overhead per layer of a micro-batch's forward and backward pass."""
+
+    def attention_at(self, length: float) -> float:
+        """Returns the relative speed of attention over rows of this length: linear in the logarithm of the length
+        between two measured lengths, and constant outside."""
+        for (short, low), (long, high) in pairwise(self.attention):
+            if short < length <= long:
+                return low + (high - low) * log(length / short) / log(long / short)
+        return self.attention[0][1] if length <= self.attention[0][0] else self.attention[-1][1]
 
 
 # Measured on one H200 with bf16. `decoding`, `reading` and `layer_seconds` are fitted to six rows of
-# bench/results/engine_h200_*.json, with an error of at most 2.2 %. `attention` and `optimizer_passes` come from the
-# profile of an update of 125 ms in docs/speed.md: attention takes 17 ms (lower bound 2.7 ms), and the optimizer takes 9
-# ms (lower bound 3.4 ms). `layer_passes` and `head_passes` are fitted to the remaining time in the two rows of
-# bench/results/sft_h200_bf16_*_1024.json.
+# bench/results/engine_h200_*.json, with an error of at most 6 %. `attention` for 1,024 tokens (heads of 64) and
+# `optimizer_passes` come from the profile of an update of 125 ms in docs/speed.md: attention takes 17 ms (lower bound
+# 2.7 ms), and the optimizer takes 9 ms (lower bound 3.4 ms). `layer_passes` and `head_passes` are fitted to the
+# remaining time in the two rows of bench/results/sft_h200_bf16_*_1024.json.
+#
+# `attention` for longer rows (heads of 128) is not a measurement of the kernel. It is fitted to the time of two updates
+# of bench/results/low_memory_h200.json, tiled-32k and long-128k. Other programs used the card during them, so the two
+# values are lower bounds. `python bench/attention.py --lengths` measures the kernel.
 H200_REACHED = Reached(
-    attention=0.16,
+    attention=((1024, 0.16), (32768, 0.26), (131072, 0.312)),
     layer_passes=4.43,
     head_passes=11.0,
     optimizer_passes=2.6,
@@ -51,7 +64,7 @@ H200_REACHED = Reached(
 # One CPU core with fp32. The numbers are fitted to rows of bench/results/predictions_cpu.json (see
 # bench/predictions.py).
 CORE_REACHED = Reached(
-    attention=0.228,
+    attention=((256, 0.228),),
     layer_passes=77.0,
     head_passes=0.0,
     optimizer_passes=1.0,
@@ -90,6 +103,9 @@ class ChipFacts:
     reached: Reached = H200_REACHED
     measured: bool = False
     """Whether `reached` and the speeds of matmuls and memory were measured on this chip."""
+    published: tuple[int, int] | None = None
+    """The least and the greatest error of the time predicted for steps and updates that other frameworks published for
+    this chip, in percent (`python bench/predictions.py`)."""
     most_devices: int | None = None
     """Number of devices per node. The speed `inside` applies to at most this many devices."""
 
@@ -133,6 +149,7 @@ CHIPS = {
             between=50 * _GB,
             host=64 * _GB,
             measured=True,
+            published=(-13, 60),
             most_devices=8,
         ),
         # H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink with 900 GB/s in both directions together
@@ -147,36 +164,23 @@ CHIPS = {
             inside=450 * _GB,
             between=50 * _GB,
             host=64 * _GB,
+            published=(-44, 28),
             most_devices=8,
         ),
-        # A100 SXM: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink with 600 GB/s in both directions together
-        # (https://www.nvidia.com/en-us/data-center/a100/). A DGX A100 has one ConnectX-6 of 200 Gbit/s per GPU, and
-        # PCIe 4 x16.
+        # H20: 96 GB, 4.0 TB/s, 148 TFLOP/s dense in bfloat16, NVLink with 900 GB/s in both directions together
+        # (https://willitrunai.com/es/gpus/h20-96gb), 44 TFLOP/s in fp32 (https://zangshuxian.com/new/674733024499207168).
+        # The other links are assumed to be those of the H100.
         ChipFacts(
-            "a100-80g",
+            "h20",
             "cuda",
-            memory=80 * 2**30,
-            half=312e12,
-            single=19.5e12,
-            bandwidth=2.039e12,
-            inside=300 * _GB,
-            between=25 * _GB,
-            host=32 * _GB,
-            most_devices=8,
-        ),
-        # GeForce RTX 4090: 24 GB, 1,008 GB/s, 165.2 TFLOP/s dense in bfloat16 with fp32 sums, 82.6 TFLOP/s in fp32
-        # (NVIDIA Ada GPU architecture whitepaper, appendix A), PCIe 4 x16 without NVLink. The memory is 24 * 10^9
-        # bytes, which leaves the rest of 24 GiB to the driver and the context. No standard node has a network link.
-        ChipFacts(
-            "rtx4090",
-            "cuda",
-            memory=24 * _GB,
-            half=165.2e12,
-            single=82.6e12,
-            bandwidth=1.008e12,
-            inside=32 * _GB,
-            between=None,
-            host=32 * _GB,
+            memory=96 * 2**30,
+            half=148e12,
+            single=44e12,
+            bandwidth=4.0e12,
+            inside=450 * _GB,
+            between=50 * _GB,
+            host=64 * _GB,
+            published=(-49, -49),
             most_devices=8,
         ),
         # Ascend 910B3, the slowest 910B with 64 GB. The FLOP/s are from `device/npu.py`. The memory speed is 1.6 TB/s.
@@ -194,6 +198,7 @@ CHIPS = {
             inside=196 * _GB,
             between=25 * _GB,
             host=17 * _GB,
+            published=(-58, -58),
             most_devices=8,
         ),
         # One die of an Ascend 910C in a super-node of 48 nodes with 16 dies each (Atlas 900 A3, CloudMatrix384).
@@ -210,6 +215,7 @@ CHIPS = {
             inside=196 * _GB,
             between=196 * _GB,
             host=17 * _GB,
+            published=(-95, -46),
             most_devices=16,
         ),
         # One core of an Arm Neoverse N1, which has no bfloat16 arithmetic. A matmul of 1,024^3 in fp32 and a copy were

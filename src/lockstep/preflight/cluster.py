@@ -198,35 +198,10 @@ def cache_seconds(cost: ModelCost, batch: int, context: float, bandwidth: float,
     return batch * context * size * cost.cached / bandwidth
 
 
-def decode_seconds(cost: ModelCost, batch: int, context: float, flops: float, bandwidth: float) -> float:
-    """Returns the seconds of one decode step for `batch` sequences: max(2 N / BW, 2 N B / F) + B S kv / BW."""
-    return weights_seconds(cost, batch, flops, bandwidth) + cache_seconds(cost, batch, context, bandwidth)
-
-
-def generation_seconds(
-    cost: ModelCost, batch: int, prompt: int, response: int, flops: float, bandwidth: float
-) -> float:
-    """Returns the seconds to decode a response, with the mean context length for every token. Prefill is excluded."""
-    return response * decode_seconds(cost, batch, prompt + response / 2, flops, bandwidth)
-
-
-def product_flops(cost: ModelCost, tokens: float, *, frozen: bool = False) -> float:
-    """Returns the FLOPs of the products with weights in forward and backward: 6 N T, or 4 N T for frozen weights, which
-    need no weight gradients."""
-    return (4 if frozen else 6) * cost.multiplied * tokens
-
-
 def attention_flops(cost: ModelCost, squares: float) -> float:
     """Returns the FLOPs of causal attention in forward and backward: 6 L Hq d S^2 per sequence. `squares` is the sum of
     S^2 over the sequences."""
     return 6 * cost.attended * squares
-
-
-def training_flops(cost: ModelCost, lengths: Sequence[int], *, frozen: bool = False) -> float:
-    """Returns the FLOPs of forward and backward over sequences with these lengths: 6 N S + 6 L Hq d S^2 for each
-    sequence."""
-    squares = sum(length**2 for length in lengths)
-    return float(product_flops(cost, sum(lengths), frozen=frozen) + attention_flops(cost, squares))
 
 
 # The number of tokens of one step, from which memory and time are predicted.
