@@ -49,9 +49,16 @@ def instructions(text: str) -> list[tuple[str, str]]:
     return [(words[0], words[1]) for line in joined.splitlines() if len(words := line.split(None, 1)) == 2]
 
 
+def home_of(stage: Stage) -> str:
+    """Returns the home folder that a container engine sets: that of the root's /etc/passwd, or / for other users."""
+    rows = (line.split(":") for line in (stage.root / "etc/passwd").read_text(encoding="utf-8").splitlines())
+    return next((row[5] for row in rows if stage.user in (row[0], row[2])), "/")
+
+
 def run_inside(stage: Stage, command: list[str], args: argparse.Namespace, environment: dict[str, str]) -> None:
     shown = [word for path in args.mount for word in ("--ro-bind", path, path)]
-    values = {"PATH": "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin", "HOME": "/root", **environment}
+    home = {"PATH": "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin", "HOME": home_of(stage)}
+    values = {**home, **environment}
     given = [word for name, value in values.items() for word in ("--setenv", name, value)]
     resolver = str(Path("/etc/resolv.conf").resolve())
     isolation = [

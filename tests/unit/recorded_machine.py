@@ -36,6 +36,7 @@ class RecordedMachine:
     architecture: str = "aarch64"
     system: str = "Ubuntu 22.04.5 LTS, kernel 5.10"
     space: Disk = ROOMY
+    headers: bool = True
 
     def run(self, *command: str) -> CommandOutput | None:
         return self.commands.get(" ".join(command)) or self.commands.get(command[0])
@@ -54,6 +55,9 @@ class RecordedMachine:
 
     def installed(self, package: str) -> float | None:
         return self.torch_installed if package == "torch" else None
+
+    def has_python_headers(self) -> bool:
+        return self.headers
 
     def disk(self) -> Disk:
         return self.space
@@ -97,6 +101,6 @@ A2 = CPU.having(
         "npu-smi": CommandOutput(0, output("board-23.0.5.txt")),
     },
     files={INSTALL_INFO: "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"},
-    packages={"torch": "2.12.0", "torch_npu": "2.12.0"},
+    packages={"torch": "2.12.0+cpu", "torch_npu": "2.12.0"},
     variables={"LD_LIBRARY_PATH": f"{TOOLKIT}/lib64:/usr/lib", "ASCEND_HOME_PATH": TOOLKIT},
 )

@@ -33,6 +33,7 @@ CASES: list[tuple[RecordedMachine, str, str, str, str]] = [
     (CPU.having(times={f"{CACHE}/lock": 2000.0}), "cpu", "torch_extensions", "warning", f"rm -r {CACHE}"),
     (CPU.having(times={f"{CACHE}/cpu_adam.so": 999.0}), "cpu", "torch_extensions", "warning", f"rm -r {CACHE}"),
     (H200.having(commands={"gcc": None}), "cuda", "compiler", "warning", "install gcc"),
+    (H200.having(headers=False), "cuda", "compiler", "warning", "apt install python3-dev"),
     (H200.having(packages={"torch": "2.13.0+cpu"}), "cuda", "torch", "broken", "uninstall torch"),
     (CPU, "cuda", "nvidia-smi", "broken", "--gpus all"),
     (H200.having(variables={"CUDA_VISIBLE_DEVICES": "1"}), "cuda", "CUDA_VISIBLE_DEVICES", "broken", "=0"),

@@ -165,17 +165,19 @@ def test_the_first_line_says_that_lockstep_cannot_train_there(stack: Stack) -> N
     assert examine(A2, "npu").cannot_train == ()
 
 
-def test_tensordict_on_arm_and_the_plain_torch_on_x86() -> None:
+def test_tensordict_on_arm_and_the_plain_torch() -> None:
     old = {"torch": "2.5.1", "torch_npu": "2.5.1", "tensordict": "0.10.0"}
     assert rows_of(A2.having(packages=old))["tensordict"].findings[0].remedy == "pip install tensordict==0.8.3"
     assert rows_of(A2.having(packages={**old, "tensordict": "0.8.3"}))["tensordict"].verdict == "ok"
     assert rows_of(A2.having(packages={"tensordict": "0.10.0"}))["tensordict"].verdict == "unknown"
     assert rows_of(A2.having(packages=old, architecture="x86_64"))["tensordict"].verdict == "ok"
-    plain = rows_of(A2.having(architecture="x86_64"))["torch"].findings
-    assert "CUDA and triton" in plain[0].why
-    assert "whl/cpu" in plain[0].remedy
-    assert not rows_of(A2)["torch"].findings
-    assert not rows_of(A2.having(architecture="x86_64", packages={"torch": "2.12.0+cpu"}))["torch"].findings
+    # PyPI has CUDA builds of every version for x86, and from 2.11 on for Arm.
+    for architecture, version in (("x86_64", "2.7.1"), ("x86_64", "2.12.0"), ("aarch64", "2.11.0")):
+        plain = rows_of(A2.having(architecture=architecture, packages={"torch": version}))["torch"].findings
+        assert any("CUDA and triton" in each.why and "whl/cpu" in each.remedy for each in plain)
+        assert not rows_of(A2.having(architecture=architecture))["torch"].findings
+    old_arm = rows_of(A2.having(packages={"torch": "2.10.0"}))["torch"].findings
+    assert not any("CUDA and triton" in each.why for each in old_arm)
 
 
 def test_listed_cann_versions() -> None:

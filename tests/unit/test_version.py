@@ -111,3 +111,8 @@ def test_the_changelog_has_every_released_version() -> None:
     tags = subprocess.run(["git", "tag", "--list", "v[0-9]*"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert headings[0] == "Unreleased"
     assert not {tag.removeprefix("v") for tag in tags.stdout.split()} - set(headings)
+    # The citation is of the newest release.
+    version, date = re.findall(r"^## (\d\S*) - (\S+)$", log, flags=re.MULTILINE)[0]
+    assert headings[1] == version
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation

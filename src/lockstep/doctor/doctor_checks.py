@@ -249,7 +249,14 @@ MACHINE_CHECKS: tuple[Examination, ...] = (
         "compiler",
         lambda f: f.compiler is None,
         "gcc is missing, and Triton needs it to compile a small launcher",
-        "install gcc",
+        "install gcc (on Debian and Ubuntu: apt install gcc)",
+    ),
+    DoctorCheck(
+        "cuda",
+        "compiler",
+        lambda f: not f.python_headers,
+        "Python.h is missing, and Triton needs it to compile a small launcher",
+        "install the headers of this Python (on Debian and Ubuntu: apt install python3-dev)",
     ),
     DoctorCheck(
         "cuda",

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -109,6 +110,10 @@ class Machine:
             return None
         records = self.matching(f"{glob.escape(str(folder))}/{name}-*.dist-info/RECORD")
         return self.modified(records[0]) if records else None
+
+    def has_python_headers(self) -> bool:
+        # Debian's own scheme, posix_local, names a folder without headers.
+        return (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").is_file()
 
     def disk(self) -> Disk:
         usage = shutil.disk_usage(Path.cwd())

@@ -313,6 +313,7 @@ class MachineFacts:
     architecture: str
     python: str
     compiler: str | None
+    python_headers: bool
     disk: Disk
     packages: Mapping[str, str]
     npu: NpuSmi
@@ -353,6 +354,7 @@ def gather(machine: Machine) -> MachineFacts:
         architecture=machine.architecture,
         python=machine.python,
         compiler=_compiler(machine),
+        python_headers=machine.has_python_headers(),
         disk=machine.disk(),
         packages=installed_packages(machine),
         npu=query_npu_smi(machine),

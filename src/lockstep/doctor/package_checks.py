@@ -121,15 +121,21 @@ def _installed(name: str) -> Callable[[MachineFacts], bool]:
     return lambda facts: name in facts.packages
 
 
+def _torch_has_cuda(facts: MachineFacts) -> bool:
+    torch = facts.packages.get("torch", "+cpu")
+    # The wheels of PyPI for Arm are CUDA builds since torch 2.11.
+    default_has_cuda = facts.architecture == "x86_64" or not older(torch, "2.11")
+    return default_has_cuda and not torch.endswith("+cpu")
+
+
 PACKAGE_CHECKS: tuple[Examination, ...] = (
     core_packages,
     DoctorCheck(
         "npu",
         "torch",
-        lambda f: f.architecture == "x86_64" and not f.packages.get("torch", "+cpu").endswith("+cpu"),
+        _torch_has_cuda,
         lambda f: (
-            f"{f.packages['torch']} is the default build, which includes CUDA and triton on x86; torch_npu needs the "
-            "CPU build"
+            f"{f.packages['torch']} is the default build, which includes CUDA and triton; torch_npu needs the CPU build"
         ),
         lambda f: f"pip uninstall -y torch triton && pip install torch=={release(f.packages['torch'])} {CPU_WHEELS}",
     ),
