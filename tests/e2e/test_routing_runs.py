@@ -158,7 +158,7 @@ def test_a_replay_uses_the_experts_of_the_tape(recipe: Path, tmp_path: Path, tur
             assert torch.equal(own["fed/routes"], tape.read_step(step).tensors["fed/routes"])
         flips = [metrics["routing/flips"] for _, metrics in read_metrics(found.folder / "metrics.jsonl")]
         assert (max(flips) > 0) == (changed == "model.dtype=bf16")
-        # Also the traces of the modules, which include the tokens without recorded experts.
+        # Also the traces of the modules.
         ours, theirs = (traced_choices(folder) for folder in (found.folder, run))
         assert len(ours) == 2
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
