@@ -323,6 +323,12 @@ def soak(
     return whole, struck, differences(folder / "struck" / "run", folder / "whole" / "run") if both else ["the end"]
 
 
+def commit() -> str | None:
+    """Of the code that ran; None outside of a git repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blows", type=int, default=20)
@@ -352,7 +358,7 @@ def main() -> None:
         versions = {"python": platform.python_version(), **packages}
         record = {
             "settings": {"blows": args.blows, "seed": args.seed, "steps": steps, "stall_seconds": args.stall, **layout},
-            "versions": versions | {"machine": platform.machine(), "cores": os.cpu_count()},
+            "versions": versions | {"machine": platform.machine(), "cores": os.cpu_count(), "commit": commit()},
             "undisturbed_seconds": round(whole.seconds, 1),
             "seconds": round(struck.seconds, 1),
             "status": struck.status,

@@ -85,7 +85,7 @@ def samples(run: Path) -> list[tuple[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_models_with_divided_experts_are_whole_ones(ranks: int) -> None:
     done = torchrun(program=Path(expert_ranks.__file__), processes=ranks)
     assert done.returncode == 0, done.stderr
@@ -131,6 +131,12 @@ def test_models_with_divided_experts_are_whole_ones(ranks: int) -> None:
             ["parallel.expert_parallel=2", "parallel.tensor_parallel=2", "parallel.offload=optimizer"],
             [*ADAPTER, "model.gradient_checkpointing=true"],
             marks=pytest.mark.slow,
+        ),
+        # One expert per process, experts that two processes shard, and experts of four tensor-parallel groups.
+        pytest.param("qwen2", 8, ["parallel.expert_parallel=8"], [], marks=pytest.mark.slow),
+        pytest.param("qwen3", 8, ["parallel.expert_parallel=4"], ["model.aux_loss_coef=0.05"], marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3", 8, ["parallel.expert_parallel=4", "parallel.tensor_parallel=2"], [], marks=pytest.mark.slow
         ),
     ],
 )

@@ -14,9 +14,14 @@ from commands import torchrun
 from conftest import write_online_recipe
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
+from lockstep.parity.replay.diverged_module import traces_of
+from lockstep.parity.replay.replay_command import replay
+from lockstep.parity.replay.replay_loop import Mode
+from lockstep.parity.replay.replay_result import Replayed
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
+from lockstep.tape.module_trace import FORWARD
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.tape.tape_images import TapeImages
 from lockstep.tape.tape_rows import rollouts_of
@@ -121,6 +126,49 @@ def test_every_turn_has_the_experts_with_which_it_was_sampled(recipe: Path, tmp_
         [sequence] = rollout.sequences
         last = max(index for index, mask in enumerate(sequence.loss_mask) if mask)
         assert len(rollout.routes) == last
+
+
+def replayed(run: Path, mode: Mode, *words: str) -> Replayed:
+    found = replay(run, mode, words, Console.silent())
+    assert found is not None
+    return found
+
+
+def traced_choices(run: Path) -> list[torch.Tensor]:
+    """The digest of each layer's chosen experts in the trace of the first step."""
+    [trace] = traces_of(TapeFolder(run / "tape").read_step(1)).values()
+    return [trace.outputs(event)[-1] for event in trace.events if "Router" in event.kind and event.phase == FORWARD]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [[], CONVERSING], ids=["rows", "turns"])
+def test_a_replay_uses_the_experts_of_the_tape(recipe: Path, tmp_path: Path, turns: list[str]) -> None:
+    """In bf16 the routers choose other experts for some tokens. The recorded ones are used, and the replay agrees."""
+    words = ["run.steps=2", "algorithm.routing_replay=rollout", "algorithm.kl.where=loss", "tape.record=true"]
+    train(recipe, *words, *turns)
+    run = tmp_path / "runs" / "run"
+    tape = TapeFolder(run / "tape")
+    # The passes that trace the modules count no choices.
+    assert not any(metrics["routing/flips"] for metrics in metrics_of(tmp_path, "run"))
+    for changed in ("model.dtype=bf16", "model.attention=sdpa"):
+        found = replayed(run, "chained", changed)
+        assert found.steps == [1, 2]
+        for step in found.steps:
+            own = TapeFolder(found.folder / "tape").read_step(step).tensors
+            assert torch.equal(own["fed/routes"], tape.read_step(step).tensors["fed/routes"])
+        flips = [metrics["routing/flips"] for _, metrics in read_metrics(found.folder / "metrics.jsonl")]
+        assert (max(flips) > 0) == (changed == "model.dtype=bf16")
+        # Also the traces of the modules.
+        ours, theirs = (traced_choices(folder) for folder in (found.folder, run))
+        assert len(ours) == 2
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    # Other experts on the tape give other log-probs, in the replay's own precision.
+    assert replayed(run, "chained").in_step
+    rows = tape.read_table(tape.rollouts_file(1))
+    for row in rows:
+        row["routes"] = bytes((expert + 1) % EXPERTS["num_experts"] for expert in row["routes"])
+    tape.write_table(tape.rollouts_file(1), rows)
+    assert replayed(run, "chained").stage == "log-probs"
 
 
 @pytest.mark.slow

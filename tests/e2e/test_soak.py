@@ -65,6 +65,17 @@ def test_a_killed_launcher_takes_all_with_it_and_the_command_goes_on(tmp_path: P
 
 
 @pytest.mark.slow
+def test_ranks_that_divide_experts_go_on(tmp_path: Path) -> None:
+    """A killed rank leaves the other waiting for its tokens; both are started again."""
+    plan = Plan(blows=2, seed=0, kinds=("rank",), stops=False)
+    whole, struck, apart = soak(tmp_path, plan, steps=8, experts=2)
+    assert_unharmed(whole, struck, apart, 2)
+    assert struck.restarts == 2
+    recipe = (tmp_path / "struck" / "run" / "recipe.yaml").read_text()
+    assert "expert_parallel: 2" in recipe
+
+
+@pytest.mark.slow
 def test_twenty_blows_leave_no_trace(tmp_path: Path) -> None:
     whole, struck, apart = soak(tmp_path, Plan(blows=20, seed=0), steps=120)
     assert_unharmed(whole, struck, apart, 20)

@@ -15,7 +15,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from lockstep.kernels.experts.grouped_experts import grouped_experts, stacks_experts
+from lockstep.kernels.experts.grouped_experts import grouped_experts, merged_pairs, sort_pairs, stacks_experts
 from lockstep.model.adapters.expert_adapters import adapt_experts
 
 TOKENS, WIDTH, EXPERTS = 20, 32, 6
@@ -84,6 +84,18 @@ def test_experts_of_other_ranks_count_as_nothing() -> None:
 
     for ours, theirs in zip(found, _results(module, masked, chosen), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_received_rows_are_merged_as_a_stable_sort_does(ranks: int) -> None:
+    """Some experts and ranks have no rows."""
+    generator = torch.Generator().manual_seed(ranks)
+    counts = torch.randint(4, (ranks, EXPERTS), generator=generator, dtype=torch.int32)
+    counts[:, 1], counts[0] = 0, 0
+    ids = torch.arange(EXPERTS).repeat(ranks).repeat_interleave(counts.flatten())
+    wanted = sort_pairs(ids[:, None], EXPERTS)
+    for found, other in zip(merged_pairs(counts, len(ids)), wanted, strict=True):
+        torch.testing.assert_close(found, other, rtol=0, atol=0)
 
 
 class Stacks(TorchDispatchMode):

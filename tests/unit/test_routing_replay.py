@@ -30,6 +30,7 @@ from lockstep.rollout.servers.server_engine import ServerEngine
 from lockstep.rollout.servers.vllm import Vllm
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.tape.tape_images import TapeImages
+from lockstep.tape.tape_recorder import trace_examples
 from lockstep.tape.tape_rows import fed_examples, fed_tensors, rollout_rows, rollouts_of
 from lockstep.trajectory import TrajectoryRow
 from lockstep.types import (
@@ -437,6 +438,15 @@ def test_a_run_asks_vllm_for_experts_only_if_it_replays_them() -> None:
     flag = "--enable-return-routed-experts"
     assert flag not in Vllm().flags(ServerNeeds("cuda"))
     assert {flag, "--enable-prefix-caching"} <= set(Vllm().flags(ServerNeeds("cuda", routes=True)))
+
+
+def test_the_trace_of_a_tape_replays_every_token() -> None:
+    """The last tokens, which predict nothing, have the experts of the token before: a free choice could flip."""
+    routes = np.array([[[1, 2]], [[3, 4]]], dtype=np.uint8)
+    example = Example([5, 6, 7, 8], [0, 1, 1, 0], Origin("rows", 0), routes=routes)
+    [traced] = trace_examples([example], 1)
+    assert traced.routes is not None
+    assert traced.routes.tolist() == [[[1, 2]], [[3, 4]], [[3, 4]], [[3, 4]]]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])

@@ -168,9 +168,9 @@ def _is_gated_by(module: nn.Module, activations: Sequence[str]) -> bool:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Returns whether the module holds the weights of all experts of a layer, gate before up, and nothing else. Weights
-    that are divided over ranks are not supported."""
-    named = dict(module.named_parameters(recurse=False))
+    """Returns whether the module holds the weights of stacked experts, gate before up, and nothing else. Weights that
+    are divided over ranks are not supported, unless the module shows those of this rank."""
+    named = {name: vars(module).get(name, one) for name, one in module.named_parameters(recurse=False)}
     act = type(getattr(module, "act_fn", None)).__name__
     if set(named) != {"gate_up_proj", "down_proj"} or act not in (*SILU, *GELU_TANH) or _clamps(module):
         return False
@@ -402,10 +402,15 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
         for kernel in kernels.modules:
             if kernel.looks(module) and _trial_of(kernel)(module, kernel, kernels.trial):
                 module.forward = KernelForward(kernel.forward, module)
-                replaced[f"{type(module).__name__} by {kernel.name}"] += 1
+                replaced[f"{_kind(module)} by {kernel.name}"] += 1
     for source in plug_rotary(model, kernels.rotary, kernels.trial):
         replaced[f"{FUNCTION} of {source} by {kernels.rotary.name}"] += 1
     return [f"{count} x {what}" if count > 1 else what for what, count in sorted(replaced.items())]
+
+
+def _kind(module: nn.Module) -> str:
+    """Returns the class of a module. FSDP replaces the class of a sharded module by a subclass."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _trial_of(kernel: ModuleKernel) -> Callable[[nn.Module, ModuleKernel, KernelTrial], bool]:
@@ -467,7 +472,7 @@ def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) ->
     module.eval()
     try:
         return trial.alike(
-            type(module).__name__,
+            _kind(module),
             kernel.name,
             lambda: outputs(lambda *inputs: own_forward(module, *inputs)),
             lambda: outputs(lambda *inputs: kernel.forward(module, *inputs)),
@@ -506,9 +511,7 @@ def _same_experts(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool
 
     adapters = vars(module).pop(ADAPTERS, None)
     try:
-        return trial.alike(
-            type(module).__name__, kernel.name, lambda: outputs(own_forward), lambda: outputs(kernel.forward)
-        )
+        return trial.alike(_kind(module), kernel.name, lambda: outputs(own_forward), lambda: outputs(kernel.forward))
     finally:
         if adapters is not None:
             vars(module)[ADAPTERS] = adapters
@@ -540,8 +543,6 @@ def _same_router(module: Any, kernel: ModuleKernel, trial: KernelTrial) -> bool:
     training = module.training
     module.eval()
     try:
-        return trial.alike(
-            type(module).__name__, kernel.name, lambda: outputs(own_forward), lambda: outputs(kernel.forward)
-        )
+        return trial.alike(_kind(module), kernel.name, lambda: outputs(own_forward), lambda: outputs(kernel.forward))
     finally:
         module.train(training)

@@ -14,7 +14,13 @@ from triton.errors import TritonError
 from lockstep.kernels.adapted_linear import is_plain_linear
 from lockstep.kernels.decode.experts_triton import experts, experts_fit
 from lockstep.kernels.experts.adapted_experts_triton import adapted
-from lockstep.kernels.experts.grouped_experts import ADAPTERS, Moves, grouped_experts, has_experts_elsewhere
+from lockstep.kernels.experts.grouped_experts import (
+    ADAPTERS,
+    EXCHANGE,
+    Moves,
+    grouped_experts,
+    has_experts_elsewhere,
+)
 from lockstep.kernels.experts.grouped_experts_triton import gate, to_experts, to_tokens
 from lockstep.kernels.experts.router_triton import gates, router_fits
 from lockstep.kernels.fused_modules import (
@@ -73,13 +79,13 @@ def _gated(self: Any, *args: Any, gelu: bool = False, **more: Any) -> torch.Tens
 
 
 def _experts(self: Any, *args: Any, **more: Any) -> torch.Tensor:
-    """Computes experts: a fused kernel for few tokens without gradients, and grouped products for many tokens and for
-    adapters."""
+    """Computes experts: a fused kernel for few tokens without gradients, and grouped products for many tokens, for
+    adapters and for experts that are divided over ranks."""
+    own = ADAPTERS in vars(self) or EXCHANGE in vars(self)  # what the forward of transformers does not know
     if len(args) != 3 or more or not runs_on(args[0]) or torch.is_autocast_enabled(args[0].device.type):
-        return type(self).forward(self, *args, **more)
+        return (grouped_experts if own else type(self).forward)(self, *args, **more)
     gelu = type(self.act_fn).__name__ in GELU_TANH
-    grouped = ADAPTERS in vars(self) or has_experts_elsewhere(self)
-    if not grouped and experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
+    if not (own or has_experts_elsewhere(self)) and experts_fit(args[0], args[1], self.gate_up_proj, self.down_proj):
         return experts(*args, self.gate_up_proj, self.down_proj, gelu=gelu)
     return grouped_experts(self, *args, moves=Moves(to_experts, to_tokens, partial(gate, gelu=gelu), adapted))
 

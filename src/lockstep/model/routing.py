@@ -167,6 +167,15 @@ class Routing:
         return flips, tokens * self.top_k
 
     @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Counts no flipped routes inside the `with` block."""
+        counts, self.counts = self.counts, False
+        try:
+            yield
+        finally:
+            self.counts = counts
+
+    @contextmanager
     def stored(self, routes_LSK: torch.Tensor, slots_T: torch.Tensor) -> Iterator[None]:
         """Stores the chosen experts of the passes of an engine, by the slot of a token in the KV cache."""
         self._given_TLK, self._slots = None, (routes_LSK, slots_T)

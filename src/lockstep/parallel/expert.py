@@ -16,14 +16,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import Refusal
-from lockstep.kernels.experts.grouped_experts import expert_counts, grouped_experts, to_experts, to_tokens
+from lockstep.kernels.experts.grouped_experts import (
+    EXCHANGE,
+    Moves,
+    expert_outputs,
+    grouped_experts,
+    merged_pairs,
+    sort_pairs,
+)
 from lockstep.kernels.fused_modules import KernelForward
 from lockstep.parallel.tensor import (
     TensorGroup,
@@ -90,27 +97,14 @@ class _Exchanged(torch.autograd.Function):
         return ctx.group.exchange(grads[0], ctx.received, ctx.sent), None, None, None
 
 
-class Dispatched(NamedTuple):
-    """What a rank must know to return the outputs of the rows that it received, and to sum those that return to it."""
-
-    order_P: torch.Tensor
-    place_P: torch.Tensor
-    shares_TK: torch.Tensor
-    sent: list[int]
-    received: list[int]
-    dtype: torch.dtype
-
-
 class DividedExperts:
-    """The hooks around the forward of an experts module. `forward` of the module gets the rows that this rank received,
-    each with one of this rank's experts."""
+    """The hooks around the forward of an experts module, which computes the experts of this rank."""
 
     def __init__(self, group: ExpertGroup, experts: int):
         self.group, self.experts = group, experts
         self.each = experts // (group.size * group.slices)
         self.gathered: Mapping[str, torch.Tensor] = {}
         """The parameters of the experts of all peers, while the model generates."""
-        self._dispatched: Dispatched | None = None
 
     @property
     def held(self) -> list[int]:
@@ -133,16 +127,19 @@ class DividedExperts:
         if self.gathered:
             self._size(module, len(self.held), elsewhere=tensor is not None)
             return states, index, shares
+        self.hold(module)
+        vars(module)[EXCHANGE] = self._exchanged
+        return states, index, shares
+
+    def hold(self, module: nn.Module) -> None:
+        """Tells the module that it has the experts of this rank."""
         self._size(module, self.each, elsewhere=False)
-        return self._dispatch(states, index, shares)
 
     def after(self, module: nn.Module, output: torch.Tensor | None) -> torch.Tensor | None:
         hide_parts(module)
-        dispatched, self._dispatched = self._dispatched, None
+        vars(module).pop(EXCHANGE, None)
         if output is None:  # the forward pass failed, or the recomputation of gradient checkpointing stopped early
             return None
-        if dispatched is not None:
-            output = self._combine(output, dispatched)
         return output if self.group.tensor is None else sum_outputs(output, self.group.tensor)
 
     def _peer_index(self, chosen_TK: torch.Tensor) -> torch.Tensor:
@@ -155,30 +152,30 @@ class DividedExperts:
         index = slot // slices * self.each + chosen_TK % self.each
         return index.masked_fill(slot % slices != self.group.slot % slices, self.each * self.group.size)
 
-    def _dispatch(
-        self, states_TW: torch.Tensor, index_TK: torch.Tensor, shares_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        group, peers, device = self.group, self.group.size, states_TW.device
-        ids_P, order_P = torch.sort(index_TK.reshape(-1), stable=True)
-        place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=device))
-        leaving = expert_counts(ids_P, peers * self.each).view(peers, self.each)
+    def _exchanged(
+        self, module: nn.Module, states_TW: torch.Tensor, index_TK: torch.Tensor, shares_TK: torch.Tensor, moves: Moves
+    ) -> torch.Tensor:
+        """Computes the pairs of all peers with the experts of this rank, and sums the outputs of each own token."""
+        group, peers = self.group, self.group.size
+        order_P, place_P, ends = sort_pairs(index_TK, peers * self.each)
+        leaving = ends.diff(prepend=ends.new_zeros(1)).view(peers, self.each)
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving, group=group.peers)
         sent, received = torch.stack([leaving, arriving]).sum(-1).tolist()
-        self._dispatched = Dispatched(order_P[: sum(sent)], place_P, shares_TK, sent, received, states_TW.dtype)
-        rows = to_experts(states_TW, order_P[: sum(sent)], place_P, index_TK.shape[1])
-        rows_RW: torch.Tensor = _Exchanged.apply(rows, group, sent, received)
-        local = torch.arange(self.each, device=device).repeat(peers).repeat_interleave(arriving.flatten())
-        if not len(rows_RW):
+        order_P, rows = order_P[: sum(sent)], sum(received)
+        leaving_RW = moves.to_experts(states_TW, order_P, place_P, index_TK.shape[1])
+        rows_RW: torch.Tensor = _Exchanged.apply(leaving_RW, group, sent, received)
+        if not rows:
             # A row of zeros, whose output is dropped, so that this rank has gradients for FSDP and takes part in the
             # exchanges of the backward pass.
-            rows_RW, local = torch.cat([rows_RW, rows_RW.new_zeros(1, rows_RW.shape[1])]), local.new_zeros(1)
-        return rows_RW, local[:, None], None
-
-    def _combine(self, output_RW: torch.Tensor, found: Dispatched) -> torch.Tensor:
-        rows = output_RW[: sum(found.received)]
-        rows_PW: torch.Tensor = _Exchanged.apply(rows, self.group, found.received, found.sent)
-        return to_tokens(rows_PW, found.shares_TK, found.order_P, found.place_P).to(found.dtype)
+            rows_RW = torch.cat([rows_RW, rows_RW.new_zeros(1, rows_RW.shape[1])])
+            arriving[0, 0] = 1
+        order_R, place_R, ends_E = merged_pairs(arriving, len(rows_RW))
+        x_RW = moves.to_experts(rows_RW, order_R, place_R, 1)
+        out_RW = expert_outputs(module, x_RW, ends_E, moves)
+        out_RW = moves.to_experts(out_RW, place_R, order_R, 1)[:rows]
+        returned_PW: torch.Tensor = _Exchanged.apply(out_RW, group, received, sent)
+        return moves.to_tokens(returned_PW, shares_TK, order_P, place_P).to(states_TW.dtype)
 
     @staticmethod
     def _size(module: nn.Module, count: int, *, elsewhere: bool) -> None:
@@ -202,7 +199,9 @@ def divide_experts(decoder: nn.Module, names: Sequence[str], group: ExpertGroup)
             divided[parameter] = nn.Parameter(sliced, parameter.requires_grad)
             module.register_parameter(part, divided[parameter])
         vars(module)[DIVIDED] = hooks
-        module.forward = KernelForward(grouped_experts, module)
+        hooks.hold(module)
+        if "forward" not in vars(module):  # the device's kernel for experts exchanges tokens too
+            module.forward = KernelForward(grouped_experts, module)
         module.register_forward_pre_hook(hooks.before)
         module.register_forward_hook(
             lambda module, inputs, output, hooks=hooks: hooks.after(module, output), always_call=True

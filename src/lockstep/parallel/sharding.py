@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.parallel.expert import ExpertGroup, divided_experts, experts_gathered, refuse_expert_groups
-from lockstep.parallel.tensor import TensorGroup, is_sliced, refuse_groups
+from lockstep.parallel.tensor import TensorGroup, experts_shown, is_sliced, refuse_groups
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_parallel import Parallel
 
@@ -86,15 +86,18 @@ def materialise(root: nn.Module, sharding: Sharding) -> None:
 def unit_gathered(module: nn.Module) -> Iterator[None]:
     """Gathers the parameters of this FSDP module inside the `with` block: a complete layer, or the root's parameters
     outside the layers. Inside the block, submodules of the root can be called; layers gather their parameters
-    themselves. The root's forward must have run once before this function is called."""
+    themselves. Divided experts show those of this rank. The root's forward must have run once before this function is
+    called."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(module, FSDPModule):
-        yield
+        with experts_shown(module):
+            yield
         return
     module.unshard()
     try:
-        yield
+        with experts_shown(module):
+            yield
     finally:
         module.reshard()
 

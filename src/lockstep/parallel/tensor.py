@@ -10,7 +10,8 @@ any kernel can be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 from weakref import ref
@@ -189,6 +190,20 @@ def hide_parts(module: nn.Module) -> None:
     """Ends the effect of `show_parts`."""
     for name in module._parameters:
         vars(module).pop(name, None)
+
+
+@contextmanager
+def experts_shown(module: nn.Module) -> Iterator[None]:
+    """Shows this rank's part of divided experts inside the `with` block. Does nothing for other modules."""
+    divided = "is_transposed" in vars(module) and any(is_sliced(one) for one in module._parameters.values())
+    if not divided:
+        yield
+        return
+    show_parts(module, **{name: local_part(parameter) for name, parameter in module._parameters.items()})
+    try:
+        yield
+    finally:
+        hide_parts(module)
 
 
 def local_part(parameter: torch.Tensor | None) -> torch.Tensor | None:

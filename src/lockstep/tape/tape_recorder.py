@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import fetched
 from lockstep.errors import Refusal
+from lockstep.model.policy import Policy
 from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.parallel.sharding import reshard, whole
 from lockstep.parallel.world import World
@@ -381,14 +383,16 @@ class TapeRecorder(Recorder):
         for learner in self.learners:
             optimizer: Stepper = learner.optimizer
             here = to_device(batch, learner.device)
-            trace = trace_modules(
-                learner.module,
-                lambda learner=learner, here=here: answers_of(learner.module(here)),  # type: ignore[misc]
-                self.settings.modules,
-                self.settings.tensors,
-                optimizer.parameters.items(),
-                self.world.size,
-            )
+            routing = learner.module.decoder.routing if isinstance(learner.module, Policy) else None
+            with nullcontext() if routing is None else routing.uncounted():
+                trace = trace_modules(
+                    learner.module,
+                    lambda learner=learner, here=here: answers_of(learner.module(here)),  # type: ignore[misc]
+                    self.settings.modules,
+                    self.settings.tensors,
+                    optimizer.parameters.items(),
+                    self.world.size,
+                )
             for rank, found in enumerate(self.world.gather(trace)):
                 self._keep(learner.name, rank, found)
 
@@ -460,7 +464,16 @@ def trace_examples(examples: Sequence[Example], rows: int) -> list[Example]:
         if chosen and (len(chosen) == rows or sum(map(len, chosen)) + len(example) > TRACE_TOKENS):
             break
         chosen.append(example)
-    return chosen
+    return [_with_all_routes(example) for example in chosen]
+
+
+def _with_all_routes(example: Example) -> Example:
+    """Gives the tokens without recorded experts those of the token before. These tokens predict nothing, but a router
+    that chooses other experts for one of them would look like a wrong module."""
+    if example.routes is None:
+        return example
+    missing = len(example) - len(example.routes)
+    return replace(example, routes=np.concatenate([example.routes, example.routes[-1:].repeat(missing, 0)]))
 
 
 def weights_of(learners: Sequence[Taped]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,9 @@ from torch.nn import functional
 # Name of the attribute of an experts module with the adapters of its parameters: a function that returns them by the
 # name of the parameter.
 ADAPTERS = "lockstep_expert_adapters"
+# Name of the attribute of an experts module whose experts are divided over ranks, during its forward: a function with
+# the signature of `grouped_experts`, which sends tokens to the ranks of their experts.
+EXCHANGE = "lockstep_expert_exchange"
 # torch's grouped product needs rows of a multiple of 16 bytes, which are 8 values of bf16.
 ALIGNED = 8
 
@@ -32,6 +35,15 @@ class LowRank(NamedTuple):
 
 
 Adapters = Mapping[str, Sequence[LowRank]]
+
+
+class SortedPairs(NamedTuple):
+    """The order of pairs by expert. Expert e has the sorted pairs from `ends_E[e - 1]` up to `ends_E[e]`. `order_P` is
+    the number of each sorted pair, and `place_P` is its inverse."""
+
+    order_P: torch.Tensor
+    place_P: torch.Tensor
+    ends_E: torch.Tensor
 
 
 class Moves(NamedTuple):
@@ -48,10 +60,10 @@ class Moves(NamedTuple):
 def stacks_experts(module: nn.Module) -> bool:
     """Returns whether a module is transformers' stack of experts, whose forward has the inputs states, chosen experts
     and their weights, and whose parameters all begin with the expert dimension. Quantised stacks are no such modules:
-    they have codings (`stacks`)."""
+    they have codings (`stacks`). Of experts that are divided over ranks, those that are shown count."""
     count = vars(module).get("num_experts")
     stacked = "is_transposed" in vars(module) and isinstance(count, int) and not hasattr(module, "stacks")
-    parameters = list(module.parameters())
+    parameters = [vars(module).get(name, one) for name, one in module.named_parameters()]
     return stacked and bool(parameters) and all(one.dim() >= 2 and len(one) == count for one in parameters)
 
 
@@ -64,26 +76,33 @@ def grouped_experts(
     module: Any,
     states_TW: torch.Tensor,
     chosen_TK: torch.Tensor,
-    shares_TK: torch.Tensor | None,
+    shares_TK: torch.Tensor,
     moves: Moves | None = None,
 ) -> torch.Tensor:
     """Computes a module of stacked experts, with its adapters. It replaces the forward of transformers' classes. An
-    index of `num_experts` or above stands for an expert of another rank, whose output is 0. Without shares, each token
-    has one expert, whose output is not weighted."""
+    index of `num_experts` or above stands for an expert of another rank, whose output is 0."""
     moves = moves or PLAIN
+    exchange: Callable[..., torch.Tensor] | None = vars(module).get(EXCHANGE)
+    if exchange is not None:
+        return exchange(module, states_TW, chosen_TK, shares_TK, moves)
+    order_P, place_P, ends_E = sort_pairs(chosen_TK, module.num_experts)
+    x_PW = moves.to_experts(states_TW, order_P, place_P, chosen_TK.shape[1])
+    out_PW = expert_outputs(module, x_PW, ends_E, moves)
+    return moves.to_tokens(out_PW, shares_TK, order_P, place_P).to(states_TW.dtype)
+
+
+def expert_outputs(module: Any, x_PW: torch.Tensor, ends_E: torch.Tensor, moves: Moves) -> torch.Tensor:
+    """Computes the outputs of pairs that are sorted by expert. The pairs after the last expert have an expert of
+    another rank."""
     given: Callable[[], Adapters] | None = vars(module).get(ADAPTERS)
     adapters = {} if given is None else given()
-    count, chosen = module.num_experts, chosen_TK.shape[1]
-    # A device sorts by the bits of the type, so numbers of one byte take an eighth of the time of int64.
-    ids_P, order_P = torch.sort(chosen_TK.reshape(-1).clamp(max=count).to(_index_type(count)), stable=True)
-    place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
-    experts_E = torch.arange(count, device=ids_P.device, dtype=ids_P.dtype)
-    ends_E = torch.searchsorted(ids_P, experts_E, right=True, out_int32=True)
-    elsewhere = (ids_P >= count)[:, None] if has_experts_elsewhere(module) else None
-    ids_P = ids_P.clamp(max=count - 1)
+    numbers_P = torch.arange(len(x_PW), device=x_PW.device)
+    elsewhere = (numbers_P >= ends_E[-1])[:, None] if has_experts_elsewhere(module) else None
+    ids_P = None
+    if module.has_bias:
+        ids_P = torch.searchsorted(ends_E, numbers_P, right=True).clamp(max=len(ends_E) - 1)
 
     def project(name: str, x_PI: torch.Tensor) -> torch.Tensor:
-        bias = getattr(module, f"{name}_bias") if module.has_bias else None
         weight = getattr(module, name) if module.is_transposed else getattr(module, name).transpose(-2, -1)
         each = list(adapters.get(name, ()))
         if each and moves.adapted is not None:
@@ -92,11 +111,10 @@ def grouped_experts(
             out_PO = grouped_linear(x_PI, weight, ends_E)
         for one in each:
             out_PO = out_PO + low_rank(x_PI, one, ends_E)
-        out_PO = out_PO if bias is None else out_PO + bias[ids_P.long()]
+        out_PO = out_PO if ids_P is None else out_PO + getattr(module, f"{name}_bias")[ids_P]
         # The grouped product does not write the rows of other ranks' experts.
         return out_PO if elsewhere is None else out_PO.masked_fill(elsewhere, 0)
 
-    x_PW = moves.to_experts(states_TW, order_P, place_P, chosen)
     # The backward of this masked_fill clears the rows that the grouped product leaves unwritten.
     x_PW = x_PW if elsewhere is None else x_PW.masked_fill(elsewhere, 0)
     first = "gate_up_proj" if module.has_gate else "up_proj"
@@ -104,22 +122,44 @@ def grouped_experts(
     activate = (moves.gate or module._apply_gate) if module.has_gate else module.act_fn
     inner_PI = activate(inner_PI)
     out_PW = project("down_proj", inner_PI)
-    if vars(module).get("has_post_expert_norm", False):
-        out_PW = module.post_expert_norm(out_PW)
-    if shares_TK is None:
-        return moves.to_experts(out_PW, place_P, order_P, 1)
-    return moves.to_tokens(out_PW, shares_TK, order_P, place_P).to(states_TW.dtype)
+    return module.post_expert_norm(out_PW) if vars(module).get("has_post_expert_norm", False) else out_PW
+
+
+def sort_pairs(chosen_TK: torch.Tensor, count: int) -> SortedPairs:
+    """Sorts the pairs of a token and one of its experts by expert. Pairs with an index of `count` or above come
+    last."""
+    # A device sorts by the bits of the type, so numbers of one byte take an eighth of the time of int64.
+    ids_P, order_P = torch.sort(chosen_TK.reshape(-1).clamp(max=count).to(_index_type(count)), stable=True)
+    place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+    experts_E = torch.arange(count, device=ids_P.device, dtype=ids_P.dtype)
+    return SortedPairs(order_P, place_P, torch.searchsorted(ids_P, experts_E, right=True, out_int32=True))
+
+
+def merged_pairs(counts_NE: torch.Tensor, pairs: int) -> SortedPairs:
+    """Sorts `pairs` rows that N ranks sent one after the other, each with `counts_NE` rows per expert and sorted by
+    expert. The order follows from the counts, so the rows are not sorted again, and the device does not wait."""
+    counts_EN = counts_NE.t()
+    starts_NE, starts_EN = (_starts(one) for one in (counts_NE, counts_EN))
+    shift_EN = starts_NE.t() - starts_EN
+    numbers_P = torch.arange(pairs, device=counts_NE.device)
+    order_P = numbers_P + _repeated(shift_EN, counts_EN, pairs)
+    place_P = numbers_P - _repeated(shift_EN.t(), counts_NE, pairs)
+    return SortedPairs(order_P, place_P, counts_NE.sum(0).cumsum(0).to(torch.int32))
+
+
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    """Returns the number of rows before each block, where the blocks lie one after the other."""
+    flat = counts.flatten()
+    return (flat.cumsum(0) - flat).view(counts.shape)
+
+
+def _repeated(values: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
+    return values.flatten().repeat_interleave(counts.flatten(), output_size=total)
 
 
 def _index_type(count: int) -> torch.dtype:
     """Returns the smallest type of the numbers 0 to `count`; `count` stands for the experts of other ranks."""
     return torch.uint8 if count < 256 else torch.int16 if count < 2**15 else torch.int64
-
-
-def expert_counts(ids_P: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the number of pairs of each of `count` experts. Larger ids are not counted. The device does not wait."""
-    counts = torch.zeros(count + 1, dtype=torch.int64, device=ids_P.device)
-    return counts.scatter_add_(0, ids_P.clamp(max=count), torch.ones_like(ids_P))[:count]
 
 
 def low_rank(x_PI: torch.Tensor, adapter: LowRank, ends_E: torch.Tensor) -> torch.Tensor:
