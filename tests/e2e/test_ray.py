@@ -20,7 +20,7 @@ from conftest import write_online_recipe, write_sft_recipe
 from hang import HANG, wait_until
 from kills import lines
 from ranks import assert_none_left, ranks_of
-from ray_clusters import addressed_cluster, bearers, patient, ports, ray_cluster
+from ray_clusters import addressed_cluster, bearers, is_on, patient, ports, ray_cluster
 from runs import close, difference, facts, stored
 from struck import struck
 
@@ -34,8 +34,9 @@ RAY = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head and a node, each with one processor."""
-    with addressed_cluster({"num_cpus": 1}, {"num_cpus": 1}) as found:
+    """A head and a node, each with one processor, in two racks."""
+    racks = [{"num_cpus": 1, "labels": {"rack": rack}} for rack in "ab"]
+    with addressed_cluster(*racks) as found:
         yield found
 
 
@@ -233,8 +234,17 @@ def test_every_rank_is_given_its_own_accelerator(recipe: Path) -> None:
         (["parallel.ray.strategy=STRICT_PACK"], "room for 1 of 2 ranks with parallel.ray.strategy=STRICT_PACK"),
         (["parallel.devices=3", "parallel.ray.wait_seconds=5"], "could not be placed after 5 s: each needs 1 CPU"),
         (["parallel.ray.runtime_env={colour: red}"], "parallel.ray.runtime_env"),
+        (["parallel.ray.labels={rack: b}"], "each needs 1 CPU on a node with rack=b; the cluster's nodes have 2 CPU"),
+        (["parallel.ray.labels={rack: c}"], "no node of the cluster has rack=c; the nodes have rack=a or b"),
+        (
+            ["parallel.ray.labels={rack: c}", "parallel.ray.wait_seconds=5"],
+            "no node of the cluster has rack=c after 5 s; the nodes have rack=a or b",
+        ),
     ],
-    ids=["too many devices", "too many CPUs", "one node", "no node in time", "unknown environment"],
+    ids=[
+        *("too many devices", "too many CPUs", "one node", "no node in time", "unknown environment"),
+        *("too few with the label", "no label", "no label in time"),
+    ],
 )
 def test_what_the_cluster_cannot_place_is_refused(cluster: Any, recipe: Path, words: list[str], why: str) -> None:
     done = cold_lockstep("train", recipe, *RAY, *words)
@@ -275,6 +285,46 @@ def test_a_run_waits_for_a_node_that_is_added(cluster: Any, whole: Path, recipe:
     assert len(list((runs / "run" / "logs").iterdir())) == 3
     wanted = [metrics["train/loss"] for _, metrics in facts(whole)]
     assert [metrics["train/loss"] for _, metrics in facts(runs / "run")] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("selector", "rack"), [("a", "a"), ("b", "b"), ("'!b'", "a"), ("'!in(a, c)'", "b")])
+def test_ranks_run_on_nodes_with_their_labels(
+    cluster: Any, recipe: Path, tmp_path: Path, selector: str, rack: str
+) -> None:
+    words = ["train", str(recipe), f"run.folder={tmp_path}", *RAY, "parallel.devices=1", "run.steps=1"]
+    process = begun([*words, f"parallel.ray.labels={{rack: {selector}}}"])
+    try:
+        wait_for(process, lambda: bool(ranks_of(tmp_path)))
+        node = cluster.head_node if rack == "a" else next(iter(cluster.worker_nodes))
+        assert is_on(ranks_of(tmp_path)[0], node)
+        said, _ = process.communicate(timeout=HANG)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, said
+
+
+def test_a_run_waits_for_a_node_with_its_label(cluster: Any, recipe: Path, tmp_path: Path) -> None:
+    """There is room on the other nodes."""
+    own = ["parallel.devices=1", "parallel.ray.labels={rack: c}", "parallel.ray.wait_seconds=600", "run.steps=1"]
+    process = begun(["train", str(recipe), f"run.folder={tmp_path}", *RAY, *own], PYTHONUNBUFFERED="1")
+    told: list[str] = []
+    added: Any = None
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            told.append(line)
+            if "waiting for 1 ranks on the Ray cluster" in line:
+                with patient():
+                    added = cluster.add_node(num_cpus=1, labels={"rack": "c"}, **ports())
+        process.wait(timeout=HANG)
+    finally:
+        process.kill()
+        process.communicate()
+        if added is not None:
+            cluster.remove_node(added)
+    assert process.returncode == 0, "".join(told)
+    assert "on a node with rack=c" in "".join(told)
 
 
 def test_a_lost_node_is_done_without(cluster: Any, recipe: Path, tmp_path: Path) -> None:

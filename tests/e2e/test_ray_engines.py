@@ -19,7 +19,8 @@ from commands import cold_lockstep
 from conftest import write_online_recipe
 from hang import HANG, wait_until
 from kills import lines
-from ray_clusters import addressed_cluster, bearers
+from ranks import ranks_of
+from ray_clusters import addressed_cluster, bearers, is_on, parent
 from runs import difference, facts
 from sglang_server import write_package
 
@@ -39,7 +40,7 @@ RAY = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with addressed_cluster({"num_cpus": 1}, {"num_cpus": 4}) as found:
+    with addressed_cluster({"num_cpus": 1, "labels": {"rack": "a"}}, {"num_cpus": 4, "labels": {"rack": "b"}}) as found:
         yield found
 
 
@@ -68,12 +69,8 @@ def engines(mark: str) -> dict[int, list[str]]:
     return bearers({"LOCKSTEP_TEST": mark}, "sglang.launch_server")
 
 
-def parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def begun(recipe: Path, name: str, mark: str, log: Path) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "lockstep", "train", str(recipe), *WORDS, *RAY, f"run.name={name}"]
+def begun(recipe: Path, name: str, mark: str, log: Path, *own: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "lockstep", "train", str(recipe), *WORDS, *RAY, f"run.name={name}", *own]
     with log.open("ab") as file:
         environment = {**os.environ, "LOCKSTEP_TEST": mark}
         return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -139,3 +136,35 @@ def test_engines_without_room_are_refused(cluster: Any, recipe: Path) -> None:
     told = " ".join(done.stderr.split())
     assert "each of the 3 engines (rollout.server.replicas) needs 2 CPU" in told
     assert "room for 0 of 1 ranks" in told
+
+
+@pytest.mark.parametrize(("engine_rack", "rank_rack"), [("a", "b"), ("b", "a")])
+def test_engines_and_ranks_run_on_nodes_with_their_labels(
+    cluster: Any, recipe: Path, tmp_path: Path, engine_rack: str, rank_rack: str
+) -> None:
+    log, mark, runs = tmp_path / "log", str(tmp_path), tmp_path / "runs"
+    labels = [f"parallel.ray.labels={{rack: {rank_rack}}}", f"rollout.server.labels={{rack: {engine_rack}}}"]
+    own = ["rollout.server.replicas=1", "rollout.server.cpus=1", "run.steps=1", f"run.folder={runs}"]
+    process = begun(recipe, "labels", mark, log, *labels, *own)
+    try:
+        wait_until(lambda: bool(engines(mark)) or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        nodes = {"a": cluster.head_node, "b": next(iter(cluster.worker_nodes))}
+        (engine,), (rank,) = engines(mark), ranks_of(runs).values()
+        assert is_on(engine, nodes[engine_rack])
+        assert is_on(rank, nodes[rank_rack])
+        assert process.wait(timeout=HANG) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_engines_without_room_on_nodes_with_their_labels_are_refused(cluster: Any, recipe: Path) -> None:
+    done = cold_lockstep("train", recipe, *WORDS, *RAY, "rollout.server.labels={rack: a}", "run.name=refused")
+    assert done.returncode == 2, done.stderr
+    told = " ".join(done.stderr.split())
+    assert "each of the 2 engines (rollout.server.replicas) needs 2 CPU on a node with rack=a" in told
+    done = cold_lockstep("train", recipe, *WORDS, *RAY, "rollout.server.labels={rack: c}", "run.name=refused")
+    assert done.returncode == 2, done.stderr
+    assert "rollout.server.labels" in done.stderr
+    assert "no node of the cluster has rack=c; the nodes have rack=a or b" in " ".join(done.stderr.split())

@@ -89,3 +89,15 @@ def bearers(variables: dict[str, str], *words: str) -> dict[int, list[str]]:
             if wanted <= set(given) and set(words) <= set(command):
                 found[int(folder.name)] = command
     return found
+
+
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_on(process: int, node: Any) -> bool:
+    """Whether a process is one of a node's: Ray starts the workers of a node from its raylet."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    while process not in (0, 1, raylet):
+        process = parent(process)
+    return bool(process == raylet)

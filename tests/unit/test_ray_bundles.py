@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,12 @@ from lockstep.rollout.servers.vllm import Vllm
 from lockstep.rollout.servers.weight_transports import by_collective, by_memory
 
 
-def placement(file: Path, nodes: list[dict[str, float]], resource: str, *words: str) -> Placement:
+def placement(
+    file: Path, nodes: list[dict[str, float]], resource: str, *words: str, labels: Sequence[dict[str, str]] = ()
+) -> Placement:
     alive: list[dict[str, Any]] = [{"Alive": True, "Resources": node} for node in nodes]
+    for node, own in zip(alive, labels, strict=False):
+        node["Labels"] = own
     dead = {"Alive": False, "Resources": {"CPU": 1000.0, "GPU": 1000.0}}
     return Placement(SimpleNamespace(nodes=lambda: [*alive, dead]), load_recipe(str(file), list(words)), resource)
 
@@ -109,6 +114,40 @@ def test_room_for_ranks_is_counted_beside_the_engines(
     assert placement(online_file, nodes, "GPU", *ENGINES, *words).room() == room
 
 
+LABELS = [
+    {"rack": "a", "ray.io/accelerator-type": "H200"},
+    {"rack": "b", "ray.io/accelerator-type": "H100"},
+    {"zone": "z"},
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "room"),
+    [
+        # Nodes of 8 and 4 GPUs, and one of 2 GPUs that is in no rack. Two engines of 2 GPUs.
+        ([], 8 + 4 + 2 - 4),
+        (["parallel.ray.labels={rack: a}"], 8),
+        (["parallel.ray.labels={rack: a}", "rollout.server.labels={rack: a}"], 4),
+        (["parallel.ray.labels={rack: 'in(a, b)'}", "rollout.server.labels={rack: b}"], 8),
+        (["parallel.ray.labels={rack: '!a'}", "rollout.server.labels={rack: a}"], 4 + 2),
+        (["parallel.ray.labels={rack: '!in(a,b)'}", "rollout.server.labels={rack: a}"], 2),
+        (["parallel.ray.labels={rack: a, ray.io/accelerator-type: H100}"], 0),
+        (["rollout.server.labels={zone: z}"], 0),  # room for one engine of two
+    ],
+)
+def test_room_is_counted_on_nodes_with_the_labels(online_file: Path, words: list[str], room: int) -> None:
+    nodes = [{"GPU": count, "CPU": 64.0} for count in (8.0, 4.0, 2.0)]
+    own = ["rollout.server.replicas=2", "rollout.server.tensor_parallel=2"]
+    assert placement(online_file, nodes, "GPU", *ENGINES, *own, *words, labels=LABELS).room() == room
+
+
+@pytest.mark.parametrize("labels", ["{rack: -a}", "{rack: 'in()'}", "{rack: '!!a'}", "{'a rack': b}", "{rack: 1}"])
+def test_what_is_no_label_is_refused(online_file: Path, labels: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        load_recipe(str(online_file), [*ENGINES, f"parallel.ray.labels={labels}"])
+    assert refused.value.problems[0].where.startswith("parallel.ray.labels")
+
+
 @pytest.mark.parametrize(
     ("words", "where"),
     [
@@ -118,6 +157,7 @@ def test_room_for_ranks_is_counted_beside_the_engines(
         (["rollout.engine=native"], "rollout.server"),
         (["parallel.launcher=local"], "rollout.server.replicas"),
         (["rollout.server.replicas=null", "rollout.server.cpus=2"], "rollout.server.cpus"),
+        (["rollout.server.replicas=null", "rollout.server.labels={rack: a}"], "rollout.server.labels"),
     ],
 )
 def test_keys_that_contradict_engines_of_ray_are_refused(online_file: Path, words: list[str], where: str) -> None:

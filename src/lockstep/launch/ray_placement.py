@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.errors import Refusal
+from lockstep.errors import Problem, Refusal
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.parallel.sharding import grid_of, refuse_offload
 from lockstep.parallel.world import refuse_ranks
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # after a failure. `parallel.ray.wait_seconds` replaces the last two.
 _TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 _PAUSE_SECONDS = 1.0
+# The number of values of one node label in a message.
+_TOLD_VALUES = 8
 
 
 # `parallel.elastic`: selects the number of devices with which a run continues after devices were lost.
@@ -117,8 +119,37 @@ def _ready(groups: Sequence[Any]) -> bool:
     return all(group.wait(max(1.0, given_up - time.monotonic())) for group in groups)
 
 
-def _resources(bundle: Bundle) -> str:
-    return " and ".join(f"{count:g} {name}" for name, count in bundle.items())
+def _resources(bundle: Bundle, labels: Mapping[str, str]) -> str:
+    found = " and ".join(f"{count:g} {name}" for name, count in bundle.items())
+    return found + (f" on a node with {_selected(labels)}" if labels else "")
+
+
+def _selected(labels: Mapping[str, str]) -> str:
+    return " and ".join(f"{key}={value}" for key, value in labels.items())
+
+
+def has_labels(node: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Returns whether Ray's label selectors select a node. A selector with `!` also selects nodes without the label."""
+    own = node.get("Labels", {})
+    for key, selector in labels.items():
+        values = selector.removeprefix("!").removeprefix("in(").removesuffix(")").split(",")
+        if (own.get(key) in [value.strip() for value in values]) == selector.startswith("!"):
+            return False
+    return True
+
+
+def _labels_of(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Returns as text the labels of the nodes, without their ids."""
+    found: dict[str, dict[str, None]] = {}
+    for node in nodes:
+        for key, value in sorted(node.get("Labels", {}).items()):
+            if key != "ray.io/node-id":
+                found.setdefault(key, {})[value] = None
+    told = [
+        f"{key}={' or '.join(list(values)[:_TOLD_VALUES])}" + (" or others" if len(values) > _TOLD_VALUES else "")
+        for key, values in found.items()
+    ]
+    return ", ".join(told) or "no labels"
 
 
 class PlacedBundles(NamedTuple):
@@ -134,6 +165,10 @@ class Placement:
         self.ray, self.recipe, self.resource = ray, recipe, resource
         self.settings = recipe.parallel.ray
         self.cpus = cpus_per_rank(recipe)
+        self.engine_labels = recipe.rollout.server.labels if replicas(recipe) else {}
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self.ray.nodes() if node["Alive"]]
 
     def bundles(self, devices: int) -> list[Bundle]:
         """Returns the resources of each rank. The first bundle also has the CPU of a serving engine."""
@@ -153,13 +188,15 @@ class Placement:
         rank = {**self.bundles(1)[0], "CPU": float(self.cpus)}
         most = {0: 0}
         """The largest number of ranks for each number of engines, on the nodes so far."""
-        for has in (node["Resources"] for node in self.ray.nodes() if node["Alive"]):
-            after = dict[int, int]()
-            for beside in range(len(engines) + 1):
+        for node in self._nodes():
+            has, after = node["Resources"], dict[int, int]()
+            most_engines = len(engines) if has_labels(node, self.engine_labels) else 0
+            for beside in range(most_engines + 1):
                 left = {name: has.get(name, 0) - sum(one[name] for one in engines[:beside]) for name in rank}
                 if min(left.values()) < 0:
                     break
                 count = min(int(left[name] // rank[name]) for name in rank)
+                count = count if has_labels(node, self.settings.labels) else 0
                 count = min(count, 1) if strategy == "STRICT_SPREAD" else count
                 for earlier, ranks in most.items():
                     total = max(ranks, count) if strategy == "STRICT_PACK" else ranks + count
@@ -174,15 +211,22 @@ class Placement:
 
         name, strategy, engines = self.recipe.run.name, self.settings.strategy, self.engine_bundles()
 
+        def group(bundles: list[Bundle], strategy: str, labels: dict[str, str], name: str) -> Any:
+            selectors = [labels] * len(bundles) if labels else None
+            return placement_group(bundles, strategy, name, bundle_label_selector=selectors)
+
         def ranks() -> Any:
-            return placement_group(self.bundles(devices), strategy=strategy, name=name)
+            return group(self.bundles(devices), strategy, self.settings.labels, name)
+
+        def beside() -> Any:
+            return group(engines, "PACK", self.engine_labels, f"{name}-engines")
 
         if not engines:
             return ranks(), None
         if strategy.startswith("STRICT_"):
-            return ranks(), placement_group(engines, strategy="PACK", name=f"{name}-engines")
-        beside = placement_group(engines, strategy="PACK", name=f"{name}-engines")
-        return ranks(), beside
+            return ranks(), beside()
+        first = beside()
+        return ranks(), first
 
     @contextmanager
     def placed(self, turn: int) -> Iterator[PlacedBundles]:
@@ -232,9 +276,10 @@ class Placement:
         """Returns what the ranks need, and what the cluster has."""
         total, free = self.ray.cluster_resources(), self.ray.available_resources()
         first, engines = self.bundles(1)[0] | {"CPU": float(self.cpus)}, self.engine_bundles()
-        need = _resources(first)
+        need = _resources(first, self.settings.labels)
         if engines:
-            need += f", and each of the {len(engines)} engines (rollout.server.replicas) needs {_resources(engines[0])}"
+            engine = _resources(engines[0], self.engine_labels)
+            need += f", and each of the {len(engines)} engines (rollout.server.replicas) needs {engine}"
         names = dict.fromkeys([self.resource, "CPU"])
         have = " and ".join(
             f"{int(total.get(name, 0))} {name} in total ({int(free.get(name, 0))} free)" for name in names
@@ -244,8 +289,29 @@ class Placement:
             f"parallel.ray.strategy={self.settings.strategy}"
         )
 
+    def _unknown_labels(self, waited: str) -> list[Problem]:
+        """Returns a problem for each key with labels that no node has."""
+        nodes = self._nodes()
+        remedy = (
+            "use labels that a node has, start nodes with them (`ray start --labels=KEY=VALUE ...`), or set "
+            "parallel.ray.wait_seconds if an autoscaler adds nodes"
+        )
+        keys = {"parallel.ray.labels": self.settings.labels, "rollout.server.labels": self.engine_labels}
+        return [
+            Problem(
+                key,
+                f"no node of the cluster has {_selected(labels)}{waited}; the nodes have {_labels_of(nodes)}",
+                remedy,
+                code="too-few-devices",
+            )
+            for key, labels in keys.items()
+            if labels and not any(has_labels(node, labels) for node in nodes)
+        ]
+
     def _too_few(self, requested: int, waited: float) -> Refusal:
         after = f" after {waited:g} s" if waited else ""
+        if unknown := self._unknown_labels(after):
+            return Refusal(unknown)
         return Refusal.at(
             "parallel.devices",
             f"is {requested}, and the ranks could not be placed{after}: {self._missing(requested)}",

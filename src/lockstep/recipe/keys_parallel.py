@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 from lockstep.recipe.section import MICRO, Field, Section
 
 Offload = Literal["none", "optimizer", "params", "all"]
 
+# Ray's node labels have the syntax of Kubernetes labels, and its label selectors have the operators `!` and `in`.
+_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_LABEL_KEY = re.compile(rf"(?:{_LABEL}/)?{_LABEL}")
+_SELECTOR = re.compile(rf"!?(?:{_LABEL}|in\({_LABEL}(?:, ?{_LABEL})*\))")
+
+
+def _selectors(labels: dict[str, str]) -> dict[str, str]:
+    for key, value in labels.items():
+        if _LABEL_KEY.fullmatch(key) is None:
+            raise PydanticCustomError("label", "{key} is not a label of a Ray node", {"key": repr(key)})
+        if _SELECTOR.fullmatch(value) is None:
+            why = "{key}: must be a value such as h200, !h200 or in(h200, b200), not {value}"
+            raise PydanticCustomError("label", why, {"key": key, "value": repr(value)})
+    return labels
+
+
+Labels = Annotated[dict[str, str], AfterValidator(_selectors)]
 
 _RAY: Any = {"read_where": ("parallel.launcher", ("ray",))}
 
@@ -17,6 +38,12 @@ class RaySettings(Section):
         "PACK",
         description="How Ray places the processes. `PACK` uses as few nodes as possible, and `STRICT_PACK` one node. "
         "`SPREAD` uses as many nodes as possible, and `STRICT_SPREAD` a different node for each process.",
+        **_RAY,
+    )
+    labels: Labels = Field(
+        default_factory=dict,
+        description="Labels of the nodes on which Ray places the processes, for example `{rack: r1, "
+        "ray.io/accelerator-type: 'in(H200, B200)'}`. `!VALUE` and `!in(A, B)` exclude values. Default: any node.",
         **_RAY,
     )
     cpus_per_rank: int | None = Field(

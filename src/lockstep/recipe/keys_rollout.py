@@ -9,6 +9,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from lockstep.recipe.keys_environment import EnvironmentSettings
+from lockstep.recipe.keys_parallel import Labels
 from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.section import CACHE, GROUPS, SAMPLING, Effect, Field, Named, Section
 
@@ -43,6 +44,13 @@ class ServerSettings(Section):
         None,
         ge=1,
         description="CPUs that Ray reserves for each engine of `replicas`. Default: `tensor_parallel` + 2.",
+        effect=_WHERE,
+        resumable=True,
+    )
+    labels: Labels = Field(
+        default_factory=dict,
+        description="Labels of the nodes on which Ray places the engines of `replicas`, as in `parallel.ray.labels`. "
+        "Default: any node.",
         effect=_WHERE,
         resumable=True,
     )

@@ -190,7 +190,7 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if rollout.url is not None:
         # The other keys of `rollout.server` also apply to a server that lockstep did not start.
-        for key in ("devices", "tensor_parallel", "replicas", "cpus", "args", "env", "python"):
+        for key in ("devices", "tensor_parallel", "replicas", "cpus", "labels", "args", "env", "python"):
             field = type(rollout.server).model_fields[key]
             if getattr(rollout.server, key) != field.get_default(call_default_factory=True):
                 yield unused(f"rollout.server.{key}", "lockstep does not start the server at rollout.url", "remove it")
@@ -210,6 +210,9 @@ def _replica_problems(recipe: Recipe) -> Iterator[Problem]:
     if server.replicas is None:
         if server.cpus is not None:
             yield needs("rollout.server.cpus", "Ray reserves it for the engines of rollout.server.replicas", "set both")
+        if server.labels:
+            why = "Ray selects the nodes of the engines of rollout.server.replicas by these labels"
+            yield needs("rollout.server.labels", why, "set rollout.server.replicas, or remove rollout.server.labels")
         return
     if recipe.parallel.launcher != "ray":
         remedy = "set parallel.launcher=ray, or remove it: process 0 then starts one engine"
