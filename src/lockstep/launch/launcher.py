@@ -12,11 +12,14 @@ import threading
 import time
 import uuid
 from collections.abc import MutableMapping, Sequence
+from contextlib import closing
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.device.process_setup import share
 from lockstep.errors import STALLED, Problem, Refusal, refuse_all
+from lockstep.launch.rank_logs import LoggedRanks
 from lockstep.launch.restarts import LAUNCHER, status_of, with_restarts
 from lockstep.launch.supervisor import die_with_parent
 
@@ -86,17 +89,20 @@ def start_ranks(recipe: Recipe, arguments: Sequence[str]) -> int:
             return with_restarts(
                 lambda turn: start([*arguments, *(again if turn else [])], turn), settings.max_restarts
             )
-    devices = settings.devices or 1
-    return with_restarts(lambda turn: launch(devices, [*arguments, *(again if turn else [])]), settings.max_restarts)
+    devices, run_folder = settings.devices or 1, Path(recipe.run.folder) / recipe.run.name
+    return with_restarts(
+        lambda turn: launch(devices, [*arguments, *(again if turn else [])], run_folder), settings.max_restarts
+    )
 
 
-def launch(devices: int, arguments: Sequence[str]) -> int:
+def launch(devices: int, arguments: Sequence[str], run_folder: Path) -> int:
     """Runs `lockstep` with these arguments in `devices` processes. Returns the exit status of the first failure, or 0.
+    The run folder gets a log file per rank.
 
     The first Ctrl-C is sent to every rank once. A second Ctrl-C, or SIGTERM, ends the ranks. If the launcher is killed,
     its ranks end too.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -104,11 +110,24 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
         # Torch's own error reports are silenced, because the failed rank or the code below reports why a rank ended.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
+    # Output is unbuffered, so that no output is lost if a rank is killed.
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     share(devices)
     # Older versions of torch have no `shutdown_timeout` and wait 30 seconds.
     names = {item.name for item in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": PATIENCE_SECONDS} if "shutdown_timeout" in names else {}
-    with tempfile.TemporaryDirectory(prefix="lockstep-launch-") as folder:
+
+    class Logs(DefaultLogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            files = super().reify(envs)
+            files.stdouts.update(logged.stdouts)
+            files.stderrs.update(logged.stderrs)
+            return files
+
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-launch-") as folder,
+        closing(LoggedRanks(run_folder, devices)) as logged,
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -117,7 +136,7 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            logs_specs=Logs(log_dir=folder),
             **patience,
         )
         try:

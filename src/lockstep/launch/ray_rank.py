@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lockstep.errors import Problem
+from lockstep.launch.rank_logs import DRAIN_SECONDS, RankLog
 from lockstep.launch.ray_engines import LINK, RankEngines
 from lockstep.launch.restarts import LAUNCHER, status_of
-
-# Time limit for reading the remaining output of an ended rank, because its child processes may keep the pipes open.
-_DRAIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -43,30 +41,6 @@ class RankPlace(NamedTuple):
     node: str
     address: str
     devices: list[str]
-
-
-class RankLog:
-    """The file `logs/rank_N.log` of the run folder, with the output of one rank. Lines are kept in memory until rank 0
-    has created the run folder, because a run that must start in a new folder would otherwise be refused."""
-
-    def __init__(self, run_folder: Path, rank: int):
-        self._run_folder, self._rank = run_folder, rank
-        self._kept: list[bytes] = []
-        self._file: IO[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def write(self, line: bytes) -> None:
-        with self._lock:
-            self._kept.append(line)
-            # A disk that fails must not stop the output of the rank, which the driver shows too.
-            with suppress(OSError):
-                if self._file is None:
-                    if not self._run_folder.is_dir():
-                        return
-                    (self._run_folder / "logs").mkdir(exist_ok=True)
-                    self._file = (self._run_folder / "logs" / f"rank_{self._rank}.log").open("ab", buffering=0)
-                self._file.write(b"".join(self._kept))
-                self._kept.clear()
 
 
 class RankProcess:
@@ -163,7 +137,7 @@ class RankProcess:
             with suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(timeout=0.05)
         if status is not None:
-            end = time.monotonic() + _DRAIN_SECONDS
+            end = time.monotonic() + DRAIN_SECONDS
             for reader in self._readers:
                 reader.join(timeout=max(0.0, end - time.monotonic()))
         lines = []
