@@ -291,7 +291,7 @@ def test_a_run_waits_for_a_node_that_is_added(cluster: Any, whole: Path, recipe:
 def test_ranks_run_on_nodes_with_their_labels(
     cluster: Any, recipe: Path, tmp_path: Path, selector: str, rack: str
 ) -> None:
-    words = ["train", str(recipe), f"run.folder={tmp_path}", *RAY, "parallel.devices=1", "run.steps=1"]
+    words = ["train", str(recipe), f"run.folder={tmp_path}", *RAY, "parallel.devices=1"]
     process = begun([*words, f"parallel.ray.labels={{rack: {selector}}}"])
     try:
         wait_for(process, lambda: bool(ranks_of(tmp_path)))
@@ -300,13 +300,13 @@ def test_ranks_run_on_nodes_with_their_labels(
         said, _ = process.communicate(timeout=HANG)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
     assert process.returncode == 0, said
 
 
 def test_a_run_waits_for_a_node_with_its_label(cluster: Any, recipe: Path, tmp_path: Path) -> None:
     """There is room on the other nodes."""
-    own = ["parallel.devices=1", "parallel.ray.labels={rack: c}", "parallel.ray.wait_seconds=600", "run.steps=1"]
+    own = ["parallel.devices=1", "parallel.ray.labels={rack: c}", "parallel.ray.wait_seconds=600"]
     process = begun(["train", str(recipe), f"run.folder={tmp_path}", *RAY, *own], PYTHONUNBUFFERED="1")
     told: list[str] = []
     added: Any = None
