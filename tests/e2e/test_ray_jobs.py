@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 
-from commands import lockstep
+from commands import cold_lockstep, lockstep
 from conftest import write_sft_recipe
 from guide_commands import GUIDES, Folders
-from hang import HANG
-from ranks import assert_none_left
-from ray_clusters import ray_cluster
+from hang import HANG, wait_until
+from kills import lines
+from ranks import assert_none_left, ranks_of
+from ray_clusters import bearers, ray_cluster
 from reward_models import write_reward_model
-from runs import difference
+from runs import difference, facts, stored
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` installs it")
 pytest.importorskip("aiohttp_cors", reason="jobs need ray[default]; `make test-ray` installs it")
@@ -29,28 +36,29 @@ RAY = Path(sys.executable).parent / "ray"
 SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "ray-job.sh"
 
 
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[str]:
-    """The address that jobs are sent to, of a head with two processors."""
+@contextmanager
+def job_cluster() -> Iterator[tuple[Any, str]]:
+    """A head with two processors, and the address that jobs are sent to."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    # What a job finds first is this environment's.
-    path = os.environ["PATH"]
-    os.environ["PATH"] = f"{RAY.parent}{os.pathsep}{path}"
+    # What a job finds first is this environment's. A token of the user's does not matter.
+    given = {"PATH": f"{RAY.parent}{os.pathsep}{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
     head = {"num_cpus": 2, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
-    try:
-        with ray_cluster(head):
-            yield f"http://127.0.0.1:{port}"
-    finally:
-        os.environ["PATH"] = path
+    with patch.dict(os.environ, given), ray_cluster(head) as cluster:
+        yield cluster, f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[str]:
+    with job_cluster() as (_, address):
+        yield address
 
 
 def submitted(jobs: str, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Given in a folder; returns when the job has ended, with what it said."""
     command = [str(RAY), "job", "submit", "--address", jobs, *map(str, words)]
-    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG)
 
 
 def test_a_job_from_an_empty_folder_trains_what_one_process_does(jobs: str, tmp_path: Path, tiny_folder: Path) -> None:
@@ -77,7 +85,6 @@ def test_a_job_from_an_empty_folder_trains_what_one_process_does(jobs: str, tmp_
     given = {
         **os.environ,
         "RAY_ADDRESS": jobs,
-        "RAY_AUTH_MODE": "token",
         "DEVICES": "2",
         "FOLDER": str(tmp_path / "job"),
     }
@@ -91,6 +98,59 @@ def test_a_job_from_an_empty_folder_trains_what_one_process_does(jobs: str, tmp_
     refused = submitted(jobs, tmp_path / "empty", *copied, "run.folder=runs", *two[:-1])
     assert refused.returncode != 0
     assert "run.folder" in refused.stdout + refused.stderr
+
+
+RESUBMITTED = [
+    *("parallel.launcher=ray", "parallel.devices=2", "run.steps=40", "optim.schedule=constant", "run.export=false"),
+    *("checkpoint.every=2", "checkpoint.asynchronous=false"),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> tuple[Path, Path]:
+    """A recipe, and its run without Ray."""
+    recipe = write_sft_recipe(tmp_path_factory.mktemp("resubmitted"), tiny_folder)
+    done = cold_lockstep("train", recipe, "run.name=whole", *RESUBMITTED[1:])
+    assert done.returncode == 0, done.stderr
+    return recipe, recipe.parent / "runs" / "whole"
+
+
+def processes_of(runs: Path) -> set[int]:
+    """The driver of a job and its ranks."""
+    return {
+        process
+        for process, words in bearers({}, "train", f"run.folder={runs}").items()
+        if not {"submit", "job"} & set(words)
+    }
+
+
+@pytest.mark.parametrize("lost", ["driver", "head"])
+def test_a_job_that_is_submitted_again_after_a_loss_trains_what_an_undisturbed_run_does(
+    lost: str, jobs: str, undisturbed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """To the same cluster after its driver was killed, and to another cluster after the head was lost."""
+    (recipe, whole), run = undisturbed, tmp_path / "runs" / "whole"
+    command = ["--", "lockstep", "train", recipe, f"run.folder={run.parent}", "run.name=whole", *RESUBMITTED]
+    with ExitStack() as stack:
+        cluster, address = stack.enter_context(job_cluster()) if lost == "head" else (None, jobs)
+        first = stack.enter_context(ThreadPoolExecutor(1)).submit(submitted, address, tmp_path, *command)
+        wait_until(lambda: lines(run / "metrics.jsonl", 3).has_come() or first.done())
+        assert not first.done(), first.result()
+        if cluster is None:
+            (driver,) = processes_of(run.parent) - set(ranks_of(run.parent).values())
+            os.kill(driver, signal.SIGKILL)
+        else:
+            cluster.remove_node(cluster.head_node, allow_graceful=False)
+        assert first.result().returncode != 0
+        wait_until(lambda: not processes_of(run.parent))
+    assert 3 <= len(facts(run)) < 40, "the job was lost too late"
+    again = submitted(jobs, tmp_path, *command)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "whole after step" in " ".join(again.stdout.split())  # lines may be broken
+    assert facts(run) == facts(whole)
+    weights, wanted = stored(run, 40), stored(whole, 40)
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
 def test_a_job_with_openrlhfs_command_trains_on_the_cluster(jobs: str, tmp_path: Path, tiny_folder: Path) -> None:
