@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -140,7 +141,9 @@ def test_a_job_that_is_submitted_again_after_a_loss_trains_what_an_undisturbed_r
             (driver,) = processes_of(run.parent) - set(ranks_of(run.parent).values())
             os.kill(driver, signal.SIGKILL)
         else:
-            cluster.remove_node(cluster.head_node, allow_graceful=False)
+            # All at once, as when a machine is lost; `remove_node` waits for each of them.
+            for each in chain.from_iterable(cluster.head_node.all_processes.values()):
+                each.process.kill()
         assert first.result().returncode != 0
         wait_until(lambda: not processes_of(run.parent))
     assert 3 <= len(facts(run)) < 40, "the job was lost too late"
