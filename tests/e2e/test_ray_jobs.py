@@ -10,10 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from itertools import chain
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,23 +34,17 @@ RAY = Path(sys.executable).parent / "ray"
 SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "ray-job.sh"
 
 
-@contextmanager
-def job_cluster() -> Iterator[tuple[Any, str]]:
-    """A head with two processors, and the address that jobs are sent to."""
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[str]:
+    """The address that jobs are sent to, of a head with two processors."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     # What a job finds first is this environment's. A token of the user's does not matter.
     given = {"PATH": f"{RAY.parent}{os.pathsep}{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
     head = {"num_cpus": 2, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
-    with patch.dict(os.environ, given), ray_cluster(head) as cluster:
-        yield cluster, f"http://127.0.0.1:{port}"
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[str]:
-    with job_cluster() as (_, address):
-        yield address
+    with patch.dict(os.environ, given), ray_cluster(head):
+        yield f"http://127.0.0.1:{port}"
 
 
 def submitted(jobs: str, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
@@ -101,55 +92,34 @@ def test_a_job_from_an_empty_folder_trains_what_one_process_does(jobs: str, tmp_
     assert "run.folder" in refused.stdout + refused.stderr
 
 
-RESUBMITTED = [
-    *("parallel.launcher=ray", "parallel.devices=2", "run.steps=40", "optim.schedule=constant", "run.export=false"),
-    *("checkpoint.every=2", "checkpoint.asynchronous=false"),
-]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> tuple[Path, Path]:
-    """A recipe, and its run without Ray."""
-    recipe = write_sft_recipe(tmp_path_factory.mktemp("resubmitted"), tiny_folder)
-    done = cold_lockstep("train", recipe, "run.name=whole", *RESUBMITTED[1:])
-    assert done.returncode == 0, done.stderr
-    return recipe, recipe.parent / "runs" / "whole"
-
-
 def processes_of(runs: Path) -> set[int]:
     """The driver of a job and its ranks."""
-    return {
-        process
-        for process, words in bearers({}, "train", f"run.folder={runs}").items()
-        if not {"submit", "job"} & set(words)
-    }
+    words_of = bearers({}, "train", f"run.folder={runs}")
+    return {process for process, words in words_of.items() if "submit" not in words}
 
 
-@pytest.mark.parametrize("lost", ["driver", "head"])
-def test_a_job_that_is_submitted_again_after_a_loss_trains_what_an_undisturbed_run_does(
-    lost: str, jobs: str, undisturbed: tuple[Path, Path], tmp_path: Path
+def test_a_job_that_is_submitted_again_after_its_driver_was_lost_trains_what_an_undisturbed_run_does(
+    jobs: str, tmp_path: Path, tiny_folder: Path
 ) -> None:
-    """To the same cluster after its driver was killed, and to another cluster after the head was lost."""
-    (recipe, whole), run = undisturbed, tmp_path / "runs" / "whole"
-    command = ["--", "lockstep", "train", recipe, f"run.folder={run.parent}", "run.name=whole", *RESUBMITTED]
-    with ExitStack() as stack:
-        cluster, address = stack.enter_context(job_cluster()) if lost == "head" else (None, jobs)
-        first = stack.enter_context(ThreadPoolExecutor(1)).submit(submitted, address, tmp_path, *command)
-        wait_until(lambda: lines(run / "metrics.jsonl", 3).has_come() or first.done())
+    recipe, runs = write_sft_recipe(tmp_path, tiny_folder), tmp_path / "again"
+    words = ["parallel.devices=2", "run.steps=40", "optim.schedule=constant", "run.export=false"]
+    words += ["checkpoint.every=2", "checkpoint.asynchronous=false"]
+    done = cold_lockstep("train", recipe, *words)
+    assert done.returncode == 0, done.stderr
+    command = ["--", "lockstep", "train", recipe, f"run.folder={runs}", "parallel.launcher=ray", *words]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(submitted, jobs, tmp_path, *command)
+        wait_until(lambda: lines(runs / "run" / "metrics.jsonl", 3).has_come() or first.done())
         assert not first.done(), first.result()
-        if cluster is None:
-            (driver,) = processes_of(run.parent) - set(ranks_of(run.parent).values())
-            os.kill(driver, signal.SIGKILL)
-        else:
-            # All at once, as when a machine is lost; `remove_node` waits for each of them.
-            for each in chain.from_iterable(cluster.head_node.all_processes.values()):
-                each.process.kill()
-        assert first.result().returncode != 0
-        wait_until(lambda: not processes_of(run.parent))
-    assert 3 <= len(facts(run)) < 40, "the job was lost too late"
+        (driver,) = processes_of(runs) - set(ranks_of(runs).values())
+        os.kill(driver, signal.SIGKILL)
+    assert first.result().returncode != 0
+    wait_until(lambda: not processes_of(runs))
+    run, whole = runs / "run", tmp_path / "runs" / "run"
+    assert 3 <= len(facts(run)) < 40, "the driver was lost too late"
     again = submitted(jobs, tmp_path, *command)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "whole after step" in " ".join(again.stdout.split())  # lines may be broken
+    assert "run after step" in " ".join(again.stdout.split())  # lines may be broken
     assert facts(run) == facts(whole)
     weights, wanted = stored(run, 40), stored(whole, 40)
     assert weights.keys() == wanted.keys()
