@@ -25,7 +25,7 @@ from lockstep.device.base import Memory
 from lockstep.errors import Refusal
 from lockstep.run import checkpoint, checkpoint_writers, files, tensor_file
 from lockstep.run.checkpoint import MANIFEST, MODEL, OPTIMIZER, State
-from lockstep.run.checkpoint_writers import LocalWriter
+from lockstep.run.checkpoint_writers import HostRoom, LocalWriter
 
 BLOCK = 64
 
@@ -81,11 +81,16 @@ def assert_stored(path: Path) -> None:
 
 
 @pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("pinned", [0, 2**20])
 def test_the_tensors_of_the_step_are_stored(
-    writer: LocalWriter, landed: list[Path], tmp_path: Path, small_blocks: None, copies: bool
+    writer: LocalWriter, landed: list[Path], tmp_path: Path, small_blocks: None, copies: bool, pinned: int
 ) -> None:
+    """A write that training waits for uses pinned memory that is there."""
     given, described = tensors(), state(4)
-    writer.begin(described, given, copies=copies)
+    writer._pinned = pinned
+    with patch.object(checkpoint_writers.HostRoom, "copy", autospec=True, side_effect=HostRoom.copy) as copied:
+        writer.begin(described, given, copies=copies)
+    assert bool(copied.call_args_list) is (copies or pinned > 0)
     path = checkpoint.folder_of(tmp_path, 4)
     assert landed == ([path] if not copies else landed)
     described.data["kept"]["rows"] = 99

@@ -255,3 +255,26 @@ def test_large_weights_and_other_processes_of_a_machine_compute_no_digests(
     prefetched(folder)
     prefetched(folder / "none")
     assert not fingerprint._prefetched
+
+
+def bytes_read() -> int:
+    """The bytes that the threads of this process have read with system calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts system calls as Linux does")
+@pytest.mark.parametrize(("rank", "share"), [("0", 1), ("1", 0)])
+def test_the_background_reads_large_weights_into_the_page_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: str, share: int
+) -> None:
+    """Weights that are too large for a complete digest: each byte is read once, by one process of the machine."""
+    size, weights = 20 * 2**20, folder / "model-00002.safetensors"
+    weights.write_bytes(bytes(size))
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1)
+    monkeypatch.setattr(fingerprint, "PREFETCHED", 2**22)
+    monkeypatch.setattr(fingerprint, "CACHED_AT_ONCE", 2**20)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    before = bytes_read()
+    prefetched(folder)
+    assert bytes_read() - before == pytest.approx(share * size, abs=2**20)
+    assert not fingerprint._prefetched

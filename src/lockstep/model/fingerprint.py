@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.run.files import checksum
+from lockstep.run.files import checksum, file_threads
 from lockstep.vision.images import PROCESSOR_FILES
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
 # If the weights of a folder exceed WHOLE_BYTES, only this many bytes are read at the start, middle and end of each
 # tensor. A tensor that was trained, merged or replaced differs in all three blocks.
 TENSOR_BLOCK = 4096
+# Bytes that a thread reads of a file that is prefetched, and bytes of each call.
+PREFETCHED, CACHED_AT_ONCE = 2**27, 2**24
 
 
 # Results of `prefetch_model` by what was computed and by the state of the files. A result is used once.
@@ -57,13 +59,15 @@ def prefetch_model(path: str) -> None:
 
 
 def _prefetch(files: Sequence[Path]) -> None:
-    if hasattr(os, "posix_fadvise"):
-        for file in files:
-            with contextlib.suppress(OSError), file.open("rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
     with contextlib.suppress(OSError):
-        # One process of a machine needs the digests.
-        if os.environ.get("LOCAL_RANK", "0") != "0" or sum(file.stat().st_size for file in files) > WHOLE_BYTES:
+        # The processes of a machine share the page cache, and one of them needs the digests.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        size = sum(file.stat().st_size for file in files)
+        if size > WHOLE_BYTES:
+            # The page cache of a small machine would drop the first files before they are loaded.
+            if size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
+                _read_into_cache(files)
             return
         computing = list(filter(_computes, sorted(files[0].parent.iterdir())))
         works: list[tuple[tuple[object, ...], Callable[[], str]]] = [
@@ -78,6 +82,22 @@ def _prefetch(files: Sequence[Path]) -> None:
                     future.set_result(work())
                 except BaseException as error:  # noqa: BLE001 - the waiting thread raises the error
                     future.set_exception(error)
+
+
+def _read_into_cache(files: Sequence[Path]) -> None:
+    """Reads the files into the page cache. `posix_fadvise` is not enough: Linux reads only the first megabytes then."""
+
+    def read(file: Path, start: int) -> None:
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(start)
+            for _ in range(PREFETCHED // CACHED_AT_ONCE):
+                if not opened.read(CACHED_AT_ONCE):
+                    break
+
+    with file_threads() as threads:
+        for file in files:
+            for start in range(0, file.stat().st_size, PREFETCHED):
+                threads.submit(read, file, start)
 
 
 def _state(file: Path) -> tuple[object, ...]:

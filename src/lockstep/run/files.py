@@ -128,9 +128,9 @@ def checksum(path: Path) -> str:
 BLOCK, PIECE, THREADS = 2**26, 2**22, 8
 
 
-def file_threads() -> ThreadPoolExecutor:
-    """Returns threads that read, write and checksum the blocks of files."""
-    return ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="files")
+def file_threads(each: int = 1) -> ThreadPoolExecutor:
+    """Returns threads that read, write and checksum the blocks of files, `each` times as many as the disk needs."""
+    return ThreadPoolExecutor(each * min(THREADS, os.cpu_count() or 1), thread_name_prefix="files")
 
 
 def checksum_entry(size: int, digests: Sequence[bytes]) -> dict[str, Any]:

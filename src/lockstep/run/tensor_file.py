@@ -206,7 +206,8 @@ def write_files(contents: Mapping[Path, Mapping[str, torch.Tensor]]) -> dict[Pat
     """Writes new safetensors files, flushed to disk. The tensors may be on any device and must not change meanwhile.
     Returns the size and the checksum of each file."""
     with ExitStack() as opened:
-        threads = opened.enter_context(file_threads())
+        # Twice as many threads: while one half computes checksums, the other half keeps the disk busy.
+        threads = opened.enter_context(file_threads(2))
         descriptors = {path: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) for path in contents}
         for descriptor in descriptors.values():
             opened.callback(os.close, descriptor)
