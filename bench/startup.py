@@ -2,6 +2,7 @@
 
 python bench/startup.py [--starts 5] [--out bench/results/startup.json]
 python bench/startup.py --parameters 1.2e9 --device cuda [--out result.json]
+python bench/startup.py --gguf model.gguf [--out result.json]
 
 Processor seconds of the command and its threads, so that a busy machine tells the same as an idle one. The first start
 of each is not counted: it may compile modules. `train` is stopped after its first line.
@@ -10,6 +11,9 @@ With `--parameters`: `lockstep train` with a random Qwen2 model of about this si
 the clock. The model is dropped from the page cache before the start. `load_to_disk` is the time of loading it, relative
 to the time in which the disk reads its bytes. The first run compiles kernels and runs the trials; the second finds both
 in their caches.
+
+With `--gguf`: `lockstep import-gguf` of a file, beside the time in which the disk reads this file and writes as many
+bytes as the imported model has.
 """
 
 from __future__ import annotations
@@ -161,6 +165,32 @@ def timed_run(folder: Path, files: list[Path], device: str, name: str) -> dict[s
     }
 
 
+def gguf_import(file: Path, folder: Path) -> dict[str, float]:
+    """Seconds of the import of a GGUF file, and of the disk for the same bytes."""
+    disk_read = disk_seconds([file])
+    before, began = os.times(), time.perf_counter()
+    subprocess.run([sys.executable, "-m", "lockstep", "import-gguf", str(file), str(folder / "imported")], check=True)
+    ended, after = time.perf_counter(), os.times()
+    weights = sorted((folder / "imported").glob("*.safetensors"))
+    size, block = sum(one.stat().st_size for one in weights), os.urandom(2**24)
+    opened = time.perf_counter()
+    with (folder / "plain").open("wb", buffering=0) as plain:
+        for _ in range(size // len(block)):
+            plain.write(block)
+        os.fsync(plain.fileno())
+    disk_write = time.perf_counter() - opened
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return {
+        "import_s": ended - began,
+        "processor_s": used,
+        "disk_read_s": disk_read,
+        "disk_write_s": disk_write,
+        "import_to_disk": (ended - began) / (disk_read + disk_write),
+        "gguf_bytes": file.stat().st_size,
+        "model_bytes": size,
+    }
+
+
 def told(seconds: list[float | None]) -> dict[str, float] | None:
     known = [one for one in seconds if one is not None]
     return {"best_s": min(known), "median_s": statistics.median(known)} if known else None
@@ -184,6 +214,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--parameters", type=float, help="time a run of a model of about this size instead")
     parser.add_argument("--device", default="cpu", help="device of that run")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="time the import of this file instead")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -191,7 +222,12 @@ def main() -> None:
         lockstep = [sys.executable, "-m", "lockstep"]
         for prepared in (["data", "arithmetic", "quickstart/data"], ["tiny", "quickstart/model"]):
             subprocess.run([*lockstep, *prepared], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        results = verbs(folder, words.starts) if words.parameters is None else {}
+        results: dict[str, Any] = {}
+        if words.gguf is not None:
+            results = gguf_import(words.gguf.absolute(), folder)
+            print(*(f"{key} {value:,.2f}" for key, value in results.items()), sep="\n")
+        elif words.parameters is None:
+            results = verbs(folder, words.starts)
         if words.parameters is not None:
             files = write_model(folder / "model", folder / "quickstart" / "model", words.parameters)
             for name in ("first", "second"):

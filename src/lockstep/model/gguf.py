@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,14 +193,21 @@ def _fast_reading(reader: Any) -> Iterator[None]:
             parsed.update(parse(path, return_tensors=False, **options))
         return {name: dict(values) for name, values in parsed.items()}
 
-    originals = package.GGUFReader, package.dequantize, parse
+    originals = package.GGUFReader, package.dequantize, package.get_tensor_name_map, parse
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         package.GGUFReader, loading.load_gguf_checkpoint = (lambda *_: reader), load
+        # Transformers makes the same table of names for every module of the model.
+        package.get_tensor_name_map = cache(package.get_tensor_name_map)
         package.dequantize = lambda data, kind: dequantize_rows(data, kind, threads)
         try:
             yield
         finally:
-            package.GGUFReader, package.dequantize, loading.load_gguf_checkpoint = originals
+            (
+                package.GGUFReader,
+                package.dequantize,
+                package.get_tensor_name_map,
+                loading.load_gguf_checkpoint,
+            ) = originals
 
 
 def dequantize_rows(data: NDArray[Any], kind: Any, threads: ThreadPoolExecutor) -> NDArray[Any]:
