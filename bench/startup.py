@@ -166,15 +166,15 @@ def timed_run(folder: Path, files: list[Path], device: str, name: str) -> dict[s
 
 
 def gguf_import(file: Path, folder: Path) -> dict[str, float]:
-    """Seconds of the import of a GGUF file, and of the disk for the same bytes."""
+    """Seconds of the import of a GGUF file to `folder`, and of the disk for the same bytes."""
     disk_read = disk_seconds([file])
     before, began = os.times(), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "lockstep", "import-gguf", str(file), str(folder / "imported")], check=True)
+    subprocess.run([sys.executable, "-m", "lockstep", "import-gguf", str(file), str(folder)], check=True)
     ended, after = time.perf_counter(), os.times()
-    weights = sorted((folder / "imported").glob("*.safetensors"))
+    weights = sorted(folder.glob("*.safetensors"))
     size, block = sum(one.stat().st_size for one in weights), os.urandom(2**24)
     opened = time.perf_counter()
-    with (folder / "plain").open("wb", buffering=0) as plain:
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as plain:
         for _ in range(size // len(block)):
             plain.write(block)
         os.fsync(plain.fileno())
@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, help="time a run of a model of about this size instead")
     parser.add_argument("--device", default="cpu", help="device of that run")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="time the import of this file instead")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="with --gguf: where the imported model stays")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -224,7 +225,7 @@ def main() -> None:
             subprocess.run([*lockstep, *prepared], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         results: dict[str, Any] = {}
         if words.gguf is not None:
-            results = gguf_import(words.gguf.absolute(), folder)
+            results = gguf_import(words.gguf.absolute(), words.keep or folder / "imported")
             print(*(f"{key} {value:,.2f}" for key, value in results.items()), sep="\n")
         elif words.parameters is None:
             results = verbs(folder, words.starts)
