@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from hand_rollouts import question
 from lockstep.data.batching import common_prompt, micro_batch
+from lockstep.errors import Refusal
 from lockstep.model.decoder import decoder_layers
 from lockstep.model.load import load_config
 from lockstep.model.policy import Policy
@@ -365,6 +367,17 @@ def test_the_gates_of_a_family_are_those_of_its_own_router(family: str) -> None:
     found = router(hidden)
     assert (found[2] == other).all()
     torch.testing.assert_close(found[1], expected_gates(family, router, logits, other), rtol=1e-6, atol=1e-7)
+
+
+def test_a_router_with_its_output_in_another_order_is_refused() -> None:
+    """Some versions of transformers return the chosen experts of Granite first."""
+    layers = decoder_layers(AutoModelForCausalLM.from_config(config_of("granitemoe")))
+    Routing(layers, "granitemoe", "model.path").begin(None)
+    router: Any = routers_of(layers)[0][0]
+    hidden, forward = torch.randn(4, SIZES["hidden_size"]), router.forward
+    swapped = patch.object(router, "forward", lambda inputs: forward(inputs)[::-1])
+    with swapped, pytest.raises(Refusal, match=r"GraniteMoeTopKRouter in another order\n.*transformers>="):
+        router(hidden)
 
 
 def expected_gates(family: str, router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

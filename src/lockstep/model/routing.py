@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -192,6 +193,11 @@ class Routing:
 
     def _routed(self, layer: int, gates: Gates, router: nn.Module, _: Any, output: Any) -> Any:
         logits_TE, weights_TK, chosen_TK = output
+        if chosen_TK.is_floating_point():
+            what = (
+                f"transformers {version('transformers')} returns the output of {type(router).__name__} in another order"
+            )
+            raise Refusal.at(KEY, what, 'run pip install "transformers>=5.20,<6"', code="missing-package")
         if self._slots is not None:
             routes_LSK, slots_T = self._slots
             routes_LSK[layer].index_copy_(0, slots_T, chosen_TK.to(routes_LSK.dtype))
