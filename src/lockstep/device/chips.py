@@ -51,7 +51,7 @@ class Reached:
 #
 # `attention` for longer rows (heads of 128) is not a measurement of the kernel. It is fitted to the time of two updates
 # of bench/results/low_memory_h200.json, tiled-32k and long-128k. Other programs used the card during them, so the two
-# values are lower bounds. `python bench/attention.py --lengths` measures the kernel.
+# values are lower bounds. The kernel alone reaches 0.34 to 0.36 (bench/results/attention_lengths_h200.json).
 H200_REACHED = Reached(
     attention=((1024, 0.16), (32768, 0.26), (131072, 0.312)),
     layer_passes=4.43,
