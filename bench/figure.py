@@ -1,4 +1,5 @@
-"""Figures in SVG: panels with axes, ticks, a grid, a legend and lines. `evidence.py` and `learning.py` draw with it."""
+"""Figures in SVG: panels with axes, ticks, a grid, a legend and lines. `evidence.py`, `learning.py` and
+`learning_stages.py` draw with it."""
 
 from __future__ import annotations
 

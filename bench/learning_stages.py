@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from figure import Line, Panel, document
 from learning import interval, lockstep
 from lockstep.device.select import select
 from lockstep.model.tiny import write_tiny
@@ -96,48 +96,20 @@ def curve(run: Path, metric: str) -> Curve:
     return [(step, metrics[metric]) for step, metrics in read_metrics(run / "metrics.jsonl") if metric in metrics]
 
 
-def svg(curves: dict[str, list[Curve]]) -> str:
+def stages_figure(curves: dict[str, list[Curve]]) -> str:
     """A panel per subject: the mean over seeds, the seeds as thin lines, and the steps of all stages of the panel."""
-    width, height, left, top, bottom, gap = 300, 240, 34, 44, 34, 20
-    parts = []
-    for number, (title, names) in enumerate(PANELS.items()):
-        shift = dict.fromkeys(names, 0)
+    panels = []
+    for title, names in PANELS.items():
+        lines = []
         for name in names:
-            if STAGES[name].after:
-                shift[name] = curves[STAGES[name].after][0][-1][0]
-        values = [value for name in names for run in curves[name] for _, value in run]
-        most = max(step + shift[name] for name in names for step, _ in curves[name][0])
-        low, high = min(0.0, *values), max(1.0, *values)
-        x0 = number * (width + gap) + left
-
-        def place(
-            step: float, value: float, x0: int = x0, most: int = most, low: float = low, high: float = high
-        ) -> str:
-            up = (value - low) / (high - low) * (height - top - bottom)
-            return f"{x0 + step / most * (width - left):.1f},{height - bottom - up:.1f}"
-
-        parts.append(f'<text x="{x0}" y="16" font-weight="bold">{escape(title)}</text>')
-        for tick in [value / 4 for value in range(-8, 9) if low <= value / 4 <= high]:
-            x, y = place(0, tick).split(",")
-            parts.append(f'<line x1="{x}" x2="{x0 + width - left}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-            parts.append(f'<text x="{x0 - 4}" y="{float(y) + 4:.1f}" text-anchor="end" fill="#555">{tick:g}</text>')
-        for at in (0, most // 2, most):
-            x = place(at, low).split(",")[0]
-            parts.append(f'<text x="{x}" y="{height - 16}" text-anchor="middle" fill="#555">{at}</text>')
-        parts.append(f'<text x="{x0}" y="{height - 2}" fill="#555">updates (steps)</text>')
-        for name_number, name in enumerate(names):
-            runs = [[(step + shift[name], value) for step, value in run] for run in curves[name]]
+            after = STAGES[name].after
+            shift = curves[after][0][-1][0] if after in names else 0
+            runs = [[(step + shift, value) for step, value in run] for run in curves[name]]
             mean = [(at[0][0], statistics.fmean(value for _, value in at)) for at in zip(*runs, strict=True)]
-            for stroke, run in [*((0.6, run) for run in runs), (2.4, mean)]:
-                points = " ".join(place(*point) for point in run)
-                style = f'fill="none" stroke="{COLORS[name]}" stroke-width="{stroke}"'
-                parts.append(f'<polyline points="{points}" {style}/>')
-            parts.append(f'<text x="{x0 + 60 * name_number}" y="33" fill="{COLORS[name]}">{name}</text>')
-    whole = len(PANELS) * (width + gap)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} {height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{whole}" height="{height}" fill="#fff"/>{"".join(parts)}</svg>\n'
-    )
+            lines += [Line(run, COLORS[name], 0.6) for run in runs] + [Line(mean, COLORS[name], 2.4, name)]
+        what, unit = title.split(": ")
+        panels.append(Panel(what, "updates", unit, lines))
+    return document(panels, (300, 260), len(panels))
 
 
 def main() -> None:
@@ -170,7 +142,7 @@ def main() -> None:
         print(f"{name:8} {found['metric']:18} {change}  {ends}")
     write_record(record, str(args.out))
     if args.svg:
-        args.svg.write_text(svg(curves), encoding="utf-8")
+        args.svg.write_text(stages_figure(curves), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -163,6 +163,7 @@ def in_bf16(folder: Path, *, stronger: float = 1.0, token: int | None = None) ->
     return answer
 
 
+@pytest.mark.daily("1.0-None", "1.0-2")
 @pytest.mark.parametrize(("stronger", "token"), [(1.0, None), (1.1, None), (1.0, 2)])
 def test_large_rounding_errors_are_not_taken_for_other_weights(
     stronger: float, token: int | None, tmp_path: Path
