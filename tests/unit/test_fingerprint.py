@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -278,3 +280,18 @@ def test_the_background_reads_large_weights_into_the_page_cache(
     prefetched(folder)
     assert bytes_read() - before == pytest.approx(share * size, abs=2**20)
     assert not fingerprint._prefetched
+
+
+def test_a_run_that_ends_early_does_not_wait_for_the_background(folder: Path) -> None:
+    script = """
+import sys, threading
+from lockstep.model import fingerprint
+started = threading.Event()
+def read(pieces):
+    started.set()
+    threading.Event().wait()
+fingerprint.WHOLE_BYTES, fingerprint._read_pieces = 1, read
+fingerprint.prefetch_model(sys.argv[1])
+assert started.wait(60)
+"""
+    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=HANG)

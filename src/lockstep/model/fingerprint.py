@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.run.files import checksum, file_threads
+from lockstep.run.files import THREADS, checksum
 from lockstep.vision.images import PROCESSOR_FILES
 
 if TYPE_CHECKING:
@@ -85,19 +85,25 @@ def _prefetch(files: Sequence[Path]) -> None:
 
 
 def _read_into_cache(files: Sequence[Path]) -> None:
-    """Reads the files into the page cache. `posix_fadvise` is not enough: Linux reads only the first megabytes then."""
+    """Reads the files into the page cache. `posix_fadvise` is not enough: Linux reads only the first megabytes then.
+    The threads are daemons, so a run that is refused or interrupted does not wait for them."""
+    pieces = [(file, start) for file in files for start in range(0, file.stat().st_size, PREFETCHED)]
+    shares = [pieces[first::THREADS] for first in range(THREADS)]
+    threads = [threading.Thread(target=_read_pieces, args=(share,), daemon=True) for share in shares if share]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
-    def read(file: Path, start: int) -> None:
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(start)
-            for _ in range(PREFETCHED // CACHED_AT_ONCE):
-                if not opened.read(CACHED_AT_ONCE):
-                    break
 
-    with file_threads() as threads:
-        for file in files:
-            for start in range(0, file.stat().st_size, PREFETCHED):
-                threads.submit(read, file, start)
+def _read_pieces(pieces: Sequence[tuple[Path, int]]) -> None:
+    with contextlib.suppress(OSError):  # whoever loads the file reports the error
+        for file, start in pieces:
+            with file.open("rb", buffering=0) as opened:
+                opened.seek(start)
+                for _ in range(PREFETCHED // CACHED_AT_ONCE):
+                    if not opened.read(CACHED_AT_ONCE):
+                        break
 
 
 def _state(file: Path) -> tuple[object, ...]:
